@@ -1,0 +1,70 @@
+"""Settings of the fused layer. Standard library only: reading them loads neither torch nor a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+ROW_TILE = 128
+"""Rows of one tile; minibatch and macrobatch sizes are multiples of it (paper, section 3.2)."""
+
+PRECISIONS = ("auto", "fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class MoKConfig:
+    """How one model's fused MoE layers run. Every field is ``None`` = automatic.
+
+    None of them changes a result: the bits of outputs and gradients are the same for every minibatch, macrobatch
+    and communication setting.
+
+    Args:
+        minibatch_size: rows dispatched per step, in routed rows, a multiple of 128 (paper, section 3.2).
+        macrobatch_size: rows of the dispatch ring kept for backward, in routed rows, a multiple of 128
+            (paper, section 3.3). Smaller saves activation memory and replays more in backward.
+        fwd_comm_sms: communication SMs in forward; communication threads on the CPU.
+        bwd_comm_sms: the same for backward.
+        max_tokens_per_rank: largest number of tokens any rank passes to one layer call. Set, it removes the exchange
+            of token counts at the start of each model forward, and a larger batch raises; unset, counts are exchanged.
+        precision: ``"fp32"`` or ``"bf16"`` to require that compute dtype, ``"auto"`` or ``None`` for the dtype that
+            arrives.
+        timeout_s: seconds a rank waits for another one before ``MoKTimeoutError``.
+
+    Raises:
+        ValueError: a value the kernel could not serve, naming the value, the limit and the nearest valid choice.
+    """
+
+    minibatch_size: int | None = None
+    macrobatch_size: int | None = None
+    fwd_comm_sms: int | None = None
+    bwd_comm_sms: int | None = None
+    max_tokens_per_rank: int | None = None
+    precision: str | None = None
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("minibatch_size", "macrobatch_size"):
+            value = getattr(self, name)
+            if value is not None and (not _is_int(value) or value < ROW_TILE or value % ROW_TILE):
+                nearest = max(ROW_TILE, -(-int(value) // ROW_TILE) * ROW_TILE) if _is_int(value) else ROW_TILE
+                raise ValueError(f"{name}={value!r} must be a positive multiple of {ROW_TILE} rows: use {nearest}.")
+        for name in ("fwd_comm_sms", "bwd_comm_sms"):
+            value = getattr(self, name)
+            if value is not None and (not _is_int(value) or value < 0):
+                raise ValueError(f"{name}={value!r} must be an integer >= 0, or None for automatic.")
+        tokens = self.max_tokens_per_rank
+        if tokens is not None and (not _is_int(tokens) or tokens < 1):
+            raise ValueError(f"max_tokens_per_rank={tokens!r} must be an integer >= 1, or None to exchange counts.")
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise ValueError(f"precision={self.precision!r} is not one of {', '.join(PRECISIONS)}.")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"timeout_s={self.timeout_s!r} must be a number of seconds > 0, or None for the default.")
+
+    def kernel_keywords(self) -> dict[str, Any]:
+        """The fields that are set, as keywords of the kernel's ``moe`` function."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
