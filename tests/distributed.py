@@ -59,7 +59,14 @@ class RankError(AssertionError):
     """A rank of `run_ranks` raised, was killed or did not end in time; carries that rank's stderr."""
 
 
-def run_ranks(world_size: int, target: str, *args: Any, timeout: float = 120.0, init_group: bool = True, env: dict[str, str] | None = None) -> list[Any]:
+def run_ranks(
+    world_size: int,
+    target: str,
+    *args: Any,
+    timeout: float = 120.0,
+    init_group: bool = True,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
     """Calls `target` ("package.module:function") with `args` in `world_size` processes; returns each rank's result.
 
     Args:
@@ -73,12 +80,14 @@ def run_ranks(world_size: int, target: str, *args: Any, timeout: float = 120.0, 
     Raises:
         RankError: naming the rank that failed first, with all it wrote to stderr.
     """
-    outcomes = launch_ranks(world_size, target, *args, timeout=timeout, init_group=init_group, env=env, stop_on_failure=True)
+    outcomes = launch_ranks(
+        world_size, target, *args, timeout=timeout, init_group=init_group, env=env, stop_on_failure=True
+    )
     # A rank that was killed because another one failed says nothing about the cause.
     failed = [o for o in outcomes if o.returncode not in (0, _KILLED)] or [o for o in outcomes if o.returncode != 0]
     if failed:
-        shown = "\n".join(f"--- rank {o.rank} of {world_size}, exit status {o.returncode}\n{o.stderr.rstrip()}" for o in failed)
-        raise RankError(f"{target} failed\n{shown}")
+        shown = [f"--- rank {o.rank} of {world_size}, exit status {o.returncode}\n{o.stderr.rstrip()}" for o in failed]
+        raise RankError("\n".join([f"{target} failed", *shown]))
     return [o.result for o in outcomes]
 
 
