@@ -154,7 +154,18 @@ MOK_HD int64_t backward_waits(const BackwardOrder<Index>& order, const Slots& sl
       const int64_t expert = task.index, rounds = order.wgrad_rounds(expert, task.macrobatch);
       waits[count++] = {Counter::kDgradDown, order.wgrad_begin(expert, task.macrobatch),
                         order.wgrad_end(expert, task.macrobatch), order.parts.dgrad_down};
-      if (rounds > 1) add(Counter::kWgrad, expert, order.parts.wgrad * (rounds - 1));  // the carry
+      if (rounds > 1) {  // its own carry
+        add(Counter::kWgrad, expert, order.parts.wgrad * (rounds - 1));
+      } else if (!order.wgrad_last(expert, task.macrobatch)) {
+        // It is the first to store into the one carry: the expert that used it before, if any, has rounded and is done.
+        for (int64_t m = task.macrobatch; m > 0; --m) {
+          const int64_t before = order.first_expert(m);
+          if (static_cast<int64_t>(order.prefix[before]) >= ring.macrobatch_begin(m)) continue;
+          const int64_t last = ring.macrobatch_of(static_cast<int64_t>(order.prefix[before + 1]) - 1);
+          add(Counter::kWgrad, before, order.parts.wgrad * order.wgrad_rounds(before, last));
+          break;
+        }
+      }
       break;
     }
     case Op::kSharedWgrad:
