@@ -1,0 +1,30 @@
+"""Expert-parallel MoE layers for Hugging Face Transformers as one fused, deterministic megakernel.
+
+Importing this package loads no kernel, touches no GPU and makes no request.
+"""
+
+from __future__ import annotations
+
+from mok_hf.capabilities import BlockAdapter, UnsupportedError
+from mok_hf.config import MoKConfig
+from mok_hf.kernel import KernelMismatchError, KernelNotFoundError
+from mok_hf.loading import from_pretrained
+from mok_hf.patching import distributed_config, patch_model, register, unpatch_model
+from mok_hf.report import LayerReport, PatchReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockAdapter",
+    "KernelMismatchError",
+    "KernelNotFoundError",
+    "LayerReport",
+    "MoKConfig",
+    "PatchReport",
+    "UnsupportedError",
+    "distributed_config",
+    "from_pretrained",
+    "patch_model",
+    "register",
+    "unpatch_model",
+]
