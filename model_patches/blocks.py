@@ -8,6 +8,7 @@ router logits for the auxiliary loss with a forward hook on it, and FSDP gathers
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 FusedLayer = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def routed_by_gate(block: nn.Module, fused: FusedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
+def routed_by_gate(block: Any, fused: FusedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
     """`block.gate(hidden [B, T, D]) -> (logits, weights [N, K], ids [N, K])`: every block but DeepSeek-V4's.
 
     Args:
@@ -31,7 +32,7 @@ def routed_by_gate(block: nn.Module, fused: FusedLayer, hidden_states: torch.Ten
     return fused(block, flat, top_k_index, top_k_weights).view(hidden_states.shape)
 
 
-def routed_by_flat_gate(block: nn.Module, fused: FusedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
+def routed_by_flat_gate(block: Any, fused: FusedLayer, hidden_states: torch.Tensor) -> torch.Tensor:
     """As `routed_by_gate` for routers that are given [N, D]: the Qwen family."""
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
     _, top_k_weights, top_k_index = block.gate(flat)
@@ -39,7 +40,7 @@ def routed_by_flat_gate(block: nn.Module, fused: FusedLayer, hidden_states: torc
 
 
 def routed_by_hash_or_gate(
-    block: nn.Module, fused: FusedLayer, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None
+    block: Any, fused: FusedLayer, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None
 ) -> torch.Tensor:
     """DeepSeek-V4: the first layers pick experts by a table of token ids, the others by their scores.
 

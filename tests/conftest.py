@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory):
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`checkpoints("qwen3_moe")` -> folder of a tiny random checkpoint of that kind, built on first use."""
     from tests.checkpoints import build
 
     root: Path = tmp_path_factory.mktemp("checkpoints")
-    return lambda kind, **overrides: build(kind, root, **overrides)
+    return lambda kind, name=None, **overrides: build(kind, root, name, **overrides)
