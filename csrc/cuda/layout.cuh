@@ -1,0 +1,100 @@
+// What lies where in the two device buffers a forward uses besides the tensors: `schedule` (kept for the backward) and `scratch`.
+#pragma once
+#include "api.h"
+#include "tasks.cuh"
+
+namespace mok::cuda {
+
+constexpr int kRoutesPerChunk = 1024;  // routes that one warp places
+constexpr int kDispatchRows = 8;       // rows a dispatch ticket pulls
+constexpr int kConsumerWarps = 8;      // arrivals a finished gate+up tile adds to its row tile's counter
+
+// Written by the schedule kernels, read by everything after them.
+struct ScheduleHeader {
+  int32_t tiles;         // T: row tiles, all experts
+  int32_t units;         // pairs and singles
+  int32_t minibatches;
+  int32_t tasks;
+  int32_t minibatch_tiles, lag;
+  int32_t rows;          // routes, without padding
+  int32_t routed_pairs;
+};
+
+MOK_HD int64_t align256(int64_t n) { return (n + 255) / 256 * 256; }
+
+// Column tiles of each kind of task; zero where a rung of the ladder leaves the kind out.
+struct Columns {
+  int gate_up, down, shared_gate_up, shared_down;
+};
+
+MOK_HD Columns columns_of(const MokForwardArgs& a) {
+  const bool whole = a.ladder == kMokWhole || a.ladder == kMokNoDispatch;
+  const int shared = whole ? a.shared_inter : 0;
+  const int hidden_tiles = static_cast<int>(ceil_div(a.hidden, kDownColumns));
+  return {a.ladder == kMokDownOnly ? 0 : static_cast<int>(ceil_div(a.inter, kGateUpColumns)),
+          a.ladder == kMokGateUpOnly ? 0 : hidden_tiles, static_cast<int>(ceil_div(shared, kGateUpColumns)),
+          shared > 0 ? hidden_tiles : 0};
+}
+
+MOK_HD int64_t most_routes(const MokForwardArgs& a) { return static_cast<int64_t>(a.ranks) * a.max_tokens * a.topk; }
+MOK_HD int64_t tile_capacity(const MokForwardArgs& a) {
+  const int64_t routes = most_routes(a);
+  return routes / kRowsPerTile + (routes < a.local_experts ? routes : a.local_experts);
+}
+MOK_HD int64_t shared_tiles(const MokForwardArgs& a) { return a.shared_inter > 0 ? ceil_div(a.tokens, kRowsPerTile) : 0; }
+MOK_HD int64_t chunks_per_rank(const MokForwardArgs& a) {
+  const int64_t n = ceil_div(static_cast<int64_t>(a.max_tokens) * a.topk, kRoutesPerChunk);
+  return n > 0 ? n : 1;
+}
+
+// schedule: header | tile_prefix [L + 1] | unit_prefix [L + 1] | pair_prefix [L + 1] | counts [L] | first_unit [T + 2] | rows [128 T] | tasks
+struct ScheduleLayout {
+  int64_t tile_prefix, unit_prefix, pair_prefix, expert_rows, first_unit, rows, tasks, bytes;
+
+  MOK_HD static ScheduleLayout make(const MokForwardArgs& a) {
+    const int64_t tiles = tile_capacity(a), prefix = align256((a.local_experts + 1) * 4);
+    const Columns c = columns_of(a);
+    ScheduleLayout l{};
+    l.tile_prefix = 256;
+    l.unit_prefix = l.tile_prefix + prefix;
+    l.pair_prefix = l.unit_prefix + prefix;
+    l.expert_rows = l.pair_prefix + prefix;
+    l.first_unit = l.expert_rows + prefix;
+    l.rows = l.first_unit + align256((tiles + 2) * 4);
+    l.tasks = l.rows + align256(tiles * kRowsPerTile * 8);
+    const int64_t tasks = tiles * (c.gate_up + c.down) + shared_tiles(a) * (c.shared_gate_up + c.shared_down);
+    l.bytes = l.tasks + align256(tasks * 8);
+    return l;
+  }
+};
+
+// scratch: tickets | x_ready [T] | h_ready [T] | down_done [T] | shared_h_ready [Ts] (these are cleared by every schedule) |
+// totals [R, L] | partial counts [R, chunks, L]
+struct ScratchLayout {
+  int64_t tickets, x_ready, h_ready, down_done, shared_h_ready, cleared_bytes, totals, partial, bytes;
+
+  MOK_HD static ScratchLayout make(const MokForwardArgs& a) {
+    const int64_t tiles = align256(tile_capacity(a) * 4);
+    ScratchLayout l{};
+    l.tickets = 0;
+    l.x_ready = 256;
+    l.h_ready = l.x_ready + tiles;
+    l.down_done = l.h_ready + tiles;
+    l.shared_h_ready = l.down_done + tiles;
+    l.cleared_bytes = l.shared_h_ready + align256(shared_tiles(a) * 4);
+    l.totals = l.cleared_bytes;
+    l.partial = l.totals + align256(static_cast<int64_t>(a.ranks) * a.local_experts * 4);
+    l.bytes = l.partial + align256(static_cast<int64_t>(a.ranks) * chunks_per_rank(a) * a.local_experts * 4);
+    return l;
+  }
+};
+
+// Tickets: dispatch and compute counters lie 128 bytes apart, so their atomics do not share a line.
+constexpr int kComputeTicket = 0, kDispatchTicket = 32;
+
+template <class T>
+MOK_HD T* at(void* base, int64_t offset) {
+  return reinterpret_cast<T*>(static_cast<char*>(base) + offset);
+}
+
+}  // namespace mok::cuda

@@ -1,0 +1,102 @@
+// Consumer warpgroups: multiply what the producer brought, then hand the tile to its epilogue.
+#pragma once
+#include "epilogue.cuh"
+#include "wgmma.cuh"
+
+namespace mok::cuda::sm90 {
+
+// One wgmma group (a k-block) stays in flight while the stage before it is given back.
+__device__ __forceinline__ void multiply(float (&acc)[128], int blocks, uint32_t smem, uint32_t group, uint32_t release_bar,
+                                         RingPosition<kStages>& stage, Watch& watch) {
+  uint32_t previous = 0;
+  for (int k = 0; k < blocks; ++k) {
+    wait_mbarrier(watch, smem + Shared::kFull + 8 * stage.slot, stage.phase, kWaitOperand);
+    const uint32_t a = smem + stage.slot * kStageBytes + group * (kABytes / 2);
+    const uint32_t b = smem + stage.slot * kStageBytes + kABytes;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < kBlockK / 16; ++slice)
+      ptx::wgmma_m64n256k16(acc, ptx::wgmma_descriptor(a + slice * 32), ptx::wgmma_descriptor(b + slice * 32), k | slice);
+    ptx::wgmma_commit();
+    if (k > 0) {
+      ptx::wgmma_wait<1>();
+      if (release_bar != 0) ptx::mbarrier_arrive_cluster(release_bar + 8 * previous);
+    }
+    previous = stage.slot;
+    stage.advance();
+  }
+  ptx::wgmma_wait<0>();
+  if (release_bar != 0) ptx::mbarrier_arrive_cluster(release_bar + 8 * previous);
+#pragma unroll
+  for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+// True in all 128 threads of a warpgroup if it is true in one: wgmma needs them to leave together.
+__device__ __forceinline__ bool any_of_group(bool value, uint32_t group) {
+  uint32_t result;
+  asm volatile(
+      "{\n .reg .pred p, q;\n setp.ne.u32 p, %1, 0;\n barrier.cta.red.or.pred q, %2, 128, p;\n selp.u32 %0, 1, 0, q;\n}"
+      : "=r"(result) : "r"(static_cast<uint32_t>(value)), "r"(group + 1) : "memory");
+  return result != 0;
+}
+
+// Ordinary stores of all lanes -> visible to the copy engine of any SM that sees the counter.
+__device__ __forceinline__ void publish_tile(uint32_t* counter) {
+  ptx::fence_proxy_async_global();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ptx::red_release_gpu(counter, 1);
+}
+
+__device__ __forceinline__ void compute_tiles(const ForwardParams& p, uint32_t smem, uint32_t group) {
+  Watch watch = p.watch();
+  const uint32_t cta = ptx::cta_rank_in_cluster();
+  const int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
+  const uint32_t staging = smem + Shared::kStaging + (group * 4 + warp) * kStagingBytes;
+  // Two threads of a warpgroup give stages back, one to each CTA.
+  const uint32_t release_bar = thread < 2 ? ptx::cluster_address(smem + Shared::kEmpty, thread) : 0;
+  const uint32_t task_empty = ptx::cluster_address(smem + Shared::kTaskEmpty, 0);
+  RingPosition<kTaskSlots> at;
+  RingPosition<kStages> stage;
+  float acc[128];
+  for (;;) {
+    const Task task = read_task(smem, at, watch);
+    if (any_of_group(task.is_end(), group)) break;
+    const uint32_t kind = task.kind();
+    const bool shared = kind >= kTaskSharedGateUp, gate_up = kind == kTaskGateUp || kind == kTaskSharedGateUp;
+    const int tile_index = task.tile() + (task.two() ? cta : 0);
+    const int column = task.column() + (task.two() ? 0 : cta);
+    const int in_tile = group * 64 + warp * 16;
+    Tile tile;
+    tile.row0 = (shared ? tile_index : tile_index % p.ring_tiles) * kBlockM + in_tile;
+    tile.rows = shared ? p.tokens - tile.row0 : kBlockM;
+    tile.columns = gate_up ? (shared ? p.shared_inter : p.inter) : p.hidden;
+    tile.column = column * (gate_up ? kGateUpColumns : kDownColumns);
+    const int width = gate_up ? p.hidden : (shared ? p.shared_inter : p.inter);
+
+    __nv_bfloat16* destination = nullptr;
+    if (!gate_up && lane < 16) {
+      if (shared) {
+        if (lane < tile.rows) destination = p.shared_y + static_cast<int64_t>(tile.row0 + lane) * p.hidden;
+      } else {
+        const int64_t entry = p.rows[static_cast<int64_t>(tile_index) * kRowsPerTile + in_tile + lane];
+        if (entry >= 0) destination = p.peer_routed[row_rank(entry)] + row_route(entry) * p.hidden;
+      }
+    }
+
+    multiply(acc, width / kBlockK, smem, group, release_bar, stage, watch);
+    if (thread == 0) ptx::mbarrier_arrive_cluster(task_empty + 8 * at.slot);
+    at.advance();
+    if (tile.column >= tile.columns) continue;  // this CTA only helped its neighbour to load
+    if (gate_up) {
+      const bool plain = p.ladder == kMokGateUpOnly;
+      gate_up_epilogue(acc, staging, tile, p.swiglu_limit, shared ? p.shared_gate_up : p.ring_gate_up,
+                       plain ? nullptr : (shared ? p.shared_h_out : p.ring_h_out));
+      publish_tile((shared ? p.shared_h_ready : p.h_ready) + tile_index);
+    } else {
+      if (!shared && thread == 0 && tile_index >= p.ring_tiles) ptx::red_release_gpu(p.down_done + tile_index, 1);
+      output_epilogue(acc, staging, tile, destination);
+    }
+  }
+}
+
+}  // namespace mok::cuda::sm90

@@ -1,0 +1,176 @@
+// The forward megakernel on Hopper: shared expert, dispatch, gate+up, SwiGLU, down projection and combine in one launch.
+//
+// Grid      one CTA of 384 threads an SM, in clusters of two, launched cooperatively (all resident: whatever a task waits for is
+//           owned by a CTA that runs). Block ranges are ranks; outside tests there is one.
+// Roles     warp 0   lane 0: loads operands (load_operands)          40 registers
+//           warp 1   dispatch: peer rows -> ring (dispatch_rows)     40
+//           warp 2   lane 0 of the cluster's first CTA: takes tasks  40
+//           warp 3   idle                                            40
+//           warps 4-7, 8-11   consumer warpgroups, 64 rows x 256 columns each   232
+// Barriers  (shared memory; arrivals, and who frees what)
+//           full[4]        1 + 48 KB: own producer's expectation; bytes come from both CTAs' producers
+//           empty[4]       4: both warpgroups of both CTAs, after the wgmma group that read the stage is complete
+//           task_full[2]   1: the scheduler, into both CTAs
+//           task_empty[2]  6, in the first CTA: producer (task read) and two warpgroups (tile multiplied) of both CTAs
+//           copy_full[8]   1 + a piece of a row: the dispatch warp's own pulls
+// Counters  (global memory, cleared by mok_schedule, indexed by absolute row tile)
+//           x_ready        128 rows landed                         dispatch -> load_operands
+//           h_ready        8 warps x gate+up column tiles          epilogue -> load_operands of down; dispatch (x slot is free)
+//           down_done      2 warpgroups x down column tiles        mainloop -> load_operands of gate+up (h slot is free)
+//           shared_h_ready 8 warps x shared gate+up column tiles
+// Nothing here waits for another rank: peers' x is complete before the launch, and pushes are waited for after it.
+#include <cstdlib>
+#include <cstring>
+
+#include "../dispatch.cuh"
+#include "../tensor_map.h"
+#include "compute.cuh"
+#include "load.cuh"
+
+namespace mok::cuda::sm90 {
+
+template <int kRanks>
+struct Launch {
+  ForwardParams rank[kRanks];
+};
+
+template <int kRanks>
+__global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_constant__ Launch<kRanks> launch) {
+  extern __shared__ __align__(1024) uint8_t shared_memory[];
+  const uint32_t smem = ptx::shared_address(shared_memory);
+  const uint32_t warp = threadIdx.x / 32;
+  const ForwardParams& p = launch.rank[kRanks == 1 ? 0 : blockIdx.x / (gridDim.x / kRanks)];
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(smem + Shared::kFull + 8 * i, 1);
+      ptx::mbarrier_init(smem + Shared::kEmpty + 8 * i, 4);
+    }
+    for (int i = 0; i < kTaskSlots; ++i) {
+      ptx::mbarrier_init(smem + Shared::kTaskFull + 8 * i, 1);
+      ptx::mbarrier_init(smem + Shared::kTaskEmpty + 8 * i, 6);
+    }
+    for (int i = 0; i < kCopySlots; ++i) ptx::mbarrier_init(smem + Shared::kCopyFull + 8 * i, 1);
+    ptx::mbarrier_init_fence();
+  }
+  ptx::cluster_sync();
+
+  if (warp < 4) {
+    ptx::registers_shrink<40>();
+    if (warp == 0) {
+      if (threadIdx.x == 0) load_operands(p, smem);
+    } else if (warp == 1) {
+      if (p.dispatches()) dispatch_rows(p, smem);
+    } else if (warp == 2) {
+      if (threadIdx.x == 64 && ptx::cta_rank_in_cluster() == 0) schedule_tasks(p, smem);
+    }
+    __syncwarp();
+  } else {
+    ptx::registers_grow<232>();
+    compute_tiles(p, smem, warp / 4 - 1);
+  }
+  ptx::cluster_sync();  // no CTA leaves while the other may still signal its barriers
+}
+
+namespace {
+
+cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
+  memset(&p, 0, sizeof p);
+  const int64_t ring_rows = static_cast<int64_t>(a.ring_tiles) * kRowsPerTile;
+  const ScheduleLayout s = ScheduleLayout::make(a);
+  const ScratchLayout c = ScratchLayout::make(a);
+  bool ok = true;
+  const auto rows = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count) {
+    if (base != nullptr && count > 0) ok = ok && make_row_map(map, base, width, count, kBlockK, kBoxRows);
+  };
+  const auto weights = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count, int64_t depth) {
+    if (base != nullptr) ok = ok && make_weight_map(map, base, width, count, depth, kBlockK, kBoxColumns);
+  };
+  rows(p.ring_x, a.ring_x, a.hidden, ring_rows);
+  rows(p.ring_h, a.ring_h, a.inter, ring_rows);
+  weights(p.gate_up_proj, a.gate_up_proj, a.hidden, a.inter, 2 * static_cast<int64_t>(a.local_experts));
+  weights(p.down_proj, a.down_proj, a.inter, a.hidden, a.local_experts);
+  if (a.shared_inter > 0) {
+    rows(p.local_x, a.peer_x[a.rank], a.hidden, a.tokens);
+    rows(p.shared_h, a.shared_h, a.shared_inter, a.tokens);
+    weights(p.shared_gate, a.shared_gate, a.hidden, a.shared_inter, 1);
+    weights(p.shared_up, a.shared_up, a.hidden, a.shared_inter, 1);
+    weights(p.shared_down, a.shared_down, a.shared_inter, a.hidden, 1);
+  }
+  if (!ok) return cudaErrorInvalidValue;
+
+  for (int r = 0; r < a.ranks; ++r) {
+    p.peer_x[r] = static_cast<const __nv_bfloat16*>(a.peer_x[r]);
+    p.peer_routed[r] = static_cast<__nv_bfloat16*>(a.peer_routed[r]);
+  }
+  p.header = at<const ScheduleHeader>(a.schedule, 0);
+  p.rows = at<const int64_t>(a.schedule, s.rows);
+  p.tasks = at<const uint64_t>(a.schedule, s.tasks);
+  p.tickets = at<uint32_t>(a.scratch, c.tickets);
+  p.x_ready = at<uint32_t>(a.scratch, c.x_ready);
+  p.h_ready = at<uint32_t>(a.scratch, c.h_ready);
+  p.down_done = at<uint32_t>(a.scratch, c.down_done);
+  p.shared_h_ready = at<uint32_t>(a.scratch, c.shared_h_ready);
+  p.ring_x_out = static_cast<__nv_bfloat16*>(a.ring_x);
+  p.ring_gate_up = a.store_gate_up ? static_cast<__nv_bfloat16*>(a.ring_gate_up) : nullptr;
+  p.ring_h_out = static_cast<__nv_bfloat16*>(a.ring_h);
+  p.shared_gate_up = a.store_gate_up ? static_cast<__nv_bfloat16*>(a.shared_gate_up) : nullptr;
+  p.shared_h_out = static_cast<__nv_bfloat16*>(a.shared_h);
+  p.shared_y = static_cast<__nv_bfloat16*>(a.shared_y);
+  p.abort_word = a.abort_word, p.record = a.record, p.timeout_ns = a.timeout_ns;
+  p.columns = columns_of(a);
+  p.rank = a.rank, p.tokens = a.tokens, p.topk = a.topk, p.hidden = a.hidden, p.inter = a.inter;
+  p.shared_inter = a.shared_inter, p.ring_tiles = a.ring_tiles, p.ladder = a.ladder, p.swiglu_limit = a.swiglu_limit;
+  const int row_bytes = a.hidden * 2;
+  p.copies_per_row = static_cast<int>(ceil_div(row_bytes, kCopyBytes / 2));
+  p.copy_bytes = static_cast<int>(ceil_div(ceil_div(row_bytes, p.copies_per_row), 16) * 16);
+  p.copy_slots = static_cast<int>(min_of<int64_t>(kCopySlots, kCopyBytes / p.copy_bytes));
+  return cudaSuccess;
+}
+
+template <int kRanks>
+cudaError_t launch(const MokForwardArgs* args, cudaStream_t stream) {
+  static thread_local Launch<kRanks> params;
+  for (int r = 0; r < kRanks; ++r) {
+    cudaError_t status = fill_params(args[r], params.rank[r]);
+    if (status != cudaSuccess) return status;
+  }
+  const auto kernel = forward_kernel<kRanks>;
+  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shared::kBytes);
+  if (status != cudaSuccess) return status;
+
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {2, 1, 1};
+  attributes[1].id = cudaLaunchAttributeCooperative;
+  attributes[1].val.cooperative = 1;
+  cudaLaunchConfig_t config = {};
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = Shared::kBytes;
+  config.stream = stream;
+  config.attrs = attributes;
+
+  config.numAttrs = 1;
+  config.gridDim = dim3(2);
+  int clusters = 0;
+  status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  if (status != cudaSuccess) return status;
+  if (args[0].sm_limit > 0 && args[0].sm_limit / 2 < clusters) clusters = args[0].sm_limit / 2;
+  clusters = clusters / kRanks * kRanks;
+  if (clusters < kRanks) return cudaErrorCooperativeLaunchTooLarge;
+  config.numAttrs = 2;
+  config.gridDim = dim3(2 * clusters);
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace
+}  // namespace mok::cuda::sm90
+
+extern "C" cudaError_t mok_forward(const MokForwardArgs* args, int count, cudaStream_t stream) {
+  switch (count) {
+    case 1: return mok::cuda::sm90::launch<1>(args, stream);
+    case 2: return mok::cuda::sm90::launch<2>(args, stream);
+    case 4: return mok::cuda::sm90::launch<4>(args, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}

@@ -1,0 +1,70 @@
+// Bounded waits. Every spin in a kernel goes through here.
+#pragma once
+#include "api.h"
+#include "ptx.cuh"
+
+namespace mok::cuda {
+
+enum WaitPhase : uint32_t {
+  kWaitBarrier = 1,    // a peer's epoch
+  kWaitOperand = 2,    // a pipeline stage of the GEMM
+  kWaitTask = 3,       // a task from the cluster's scheduler
+  kWaitDispatched = 4, // rows of a tile
+  kWaitHidden = 5,     // gate+up column tiles of a row tile
+  kWaitSlot = 6,       // a ring slot's previous occupant
+  kWaitCopy = 7,       // a pull from a peer
+};
+
+// One per role and thread. After a wait has failed `dead` stays true, all later waits return at once, and the role leaves its loop.
+struct Watch {
+  uint32_t* abort_word;
+  MokTimeoutRecord* record;
+  uint64_t timeout_ns;
+  uint32_t rank;
+  bool dead;
+
+  __device__ __forceinline__ void give_up(uint32_t phase, uint32_t waiting_for, uint32_t expected, uint32_t seen) {
+    if (atomicExch(abort_word, 1u) == 0 && record != nullptr) {
+      record->rank = rank, record->phase = phase, record->waiting_for = waiting_for;
+      record->expected = expected, record->seen = seen;
+      __threadfence_system();
+      record->set = 1;
+    }
+    dead = true;
+  }
+};
+
+// Polls `ready` until it holds, the time is up or another role gave up. `seen` is what goes into the record.
+template <class Ready>
+__device__ __forceinline__ bool wait_for(Watch& watch, uint32_t phase, uint32_t waiting_for, uint32_t expected, Ready ready) {
+  uint32_t seen = 0;
+  if (ready(seen)) return true;
+  uint64_t start = 0;
+  for (uint32_t spin = 1; !watch.dead; ++spin) {
+    if (ready(seen)) return true;
+    if (spin % 64 == 0) {
+      const uint64_t now = ptx::globaltimer_ns();
+      if (start == 0) start = now;
+      if (ptx::ld_relaxed_sys(watch.abort_word) != 0) {
+        watch.dead = true;
+      } else if (now - start > watch.timeout_ns) {
+        watch.give_up(phase, waiting_for, expected, seen);
+      }
+    }
+  }
+  return false;
+}
+
+__device__ __forceinline__ bool wait_mbarrier(Watch& watch, uint32_t bar, uint32_t parity, uint32_t phase) {
+  return wait_for(watch, phase, bar, parity, [&](uint32_t&) { return ptx::mbarrier_try(bar, parity); });
+}
+
+// Waits until *counter, which only grows within a call, has reached `target`.
+__device__ __forceinline__ bool wait_counter(Watch& watch, const uint32_t* counter, uint32_t target, uint32_t phase, uint32_t index) {
+  return wait_for(watch, phase, index, target, [&](uint32_t& seen) {
+    seen = ptx::ld_acquire_gpu(counter);
+    return static_cast<int32_t>(seen - target) >= 0;
+  });
+}
+
+}  // namespace mok::cuda
