@@ -31,6 +31,9 @@ KERNEL_PACKAGE = "mok_hf_kernel"
 HOW_TO_FIX = "run `make kernel` in the repository, or set MOK_KERNEL_PATH to a folder that holds a build"
 
 
+_REPOSITORY = Path(__file__).resolve().parent.parent  # of an editable install; site-packages otherwise
+
+
 class KernelNotFoundError(ImportError):
     """No kernel build serves this machine; the message lists every place looked at and the command that helps."""
 
@@ -178,8 +181,7 @@ def _places() -> Iterator[_Place]:
     local = _local_kernels().get(HUB_REPO)
     yield _Place("LOCAL_KERNELS", Path(local) if local else None, f"no entry for {HUB_REPO}", explicit=bool(local))
 
-    build = Path(__file__).resolve().parent.parent / "csrc" / "build"
-    yield _Place("csrc/build", build)
+    yield _Place("csrc/build", _REPOSITORY / "csrc" / "build")
 
     spec = importlib.util.find_spec(KERNEL_PACKAGE)
     folder = Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
