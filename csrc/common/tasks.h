@@ -44,11 +44,6 @@ struct Parts {
   int64_t dgrad_down = 1, dgrad_up = 1, wgrad = 1, shared_dgrad = 1, shared_wgrad = 1;
 };
 
-// Longest lag that makes progress: the trailing operation frees the slots the leading one waits for.
-MOK_HD int64_t clamp_lag(int64_t lag, int64_t tiles, int64_t ring) {
-  return max_of<int64_t>(0, min_of(lag, min_of(tiles, ring - 1)));
-}
-
 // Two operations on tiles 0 .. tiles-1, `second` trailing `first` by `lag` tiles.
 struct Trailing {
   int64_t tiles, lag, first_parts, second_parts;
@@ -75,7 +70,7 @@ struct Trailing {
 
 struct ForwardOrder {
   Ring ring;
-  int64_t lag;           // row tiles by which the down projection trails gate+up, clamped by clamp_lag
+  int64_t lag;           // row tiles by which the down projection trails gate+up, at most longest_lag (waits.h)
   int64_t shared_tiles;  // token tiles of the shared expert, 0 without one
   Parts parts;
 
@@ -106,7 +101,7 @@ struct ForwardOrder {
 template <class Index>
 struct BackwardOrder {
   Ring ring;
-  int64_t lag;           // row tiles by which dgrad_up trails dgrad_down, clamped by clamp_lag
+  int64_t lag;           // row tiles by which dgrad_up trails dgrad_down
   int64_t shared_tiles;  // token tiles of the shared expert, 0 without one
   Parts parts;
   bool dgrad;           // dX is wanted: dgrad_up and push run

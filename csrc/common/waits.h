@@ -44,9 +44,9 @@ struct Slots {
 };
 
 // Longest lag of the forward that makes progress. The gate_up of position p + lag comes before the down of p and needs
-// its whole minibatch, up to position p + lag + minibatch - 1, but communication dispatches position p + ring only after
-// the combine of p. Hence lag <= ring - minibatch where slots are reused at all. And lag <= h - 1, because the down of p
-// frees the slot of h that the gate_up of p + h writes.
+// its whole minibatch, up to position p + lag + minibatch - 1, while communication dispatches position p + ring only
+// behind the combine of p. Hence lag <= ring - minibatch where slots are reused at all. And lag <= h - 1, because the
+// down of p frees the slot of h that the gate_up of p + h writes.
 MOK_HD int64_t longest_lag(const Slots& slots) {
   const Ring& ring = slots.minibatches.ring;
   const int64_t lag = min_of(ring.tiles, slots.h - 1);

@@ -1,0 +1,60 @@
+#include <algorithm>
+#include <stdexcept>
+#include <vector>
+
+#include "kernel.h"
+
+namespace mok::cpu {
+
+void build_schedule(const Group& group, const int32_t* ids, int64_t tokens, int64_t top_k, int64_t hidden,
+                    int64_t element, int64_t experts, int64_t* table, int64_t capacity, int64_t* plan) {
+  const Layout layout = make_layout(group.max_tokens, top_k, hidden, element);
+  const uint32_t bank = group.next_epoch() & 1;
+  const auto ids_of = [&](int64_t rank) {
+    return reinterpret_cast<int32_t*>(group.data[rank] + layout.ids[bank]);
+  };
+  std::memcpy(ids_of(group.rank), ids, tokens * top_k * sizeof(int32_t));
+  group.own().tokens[bank].store(tokens, std::memory_order_relaxed);
+  group.barrier(Phase::kSchedule);
+
+  // One pass over all routes counts them per (rank, expert): every rank's totals follow, ours and the others'.
+  const int64_t all = experts * group.ranks;
+  std::vector<int64_t> counts(group.ranks * all, 0), routes(group.ranks);
+  for (int64_t r = 0; r < group.ranks; ++r) {
+    routes[r] = group.control[r]->tokens[bank].load(std::memory_order_relaxed) * top_k;
+    for (int64_t j = 0; j < routes[r]; ++j) {
+      const int32_t expert = ids_of(r)[j];
+      if (expert >= 0) ++counts[r * all + expert];
+    }
+  }
+  int64_t* prefix = plan;
+  int64_t* rows = plan + experts + 1;
+  int64_t* tiles_of_rank = rows + experts;
+  for (int64_t owner = 0; owner < group.ranks; ++owner) {
+    int64_t tiles = 0;
+    for (int64_t e = 0; e < experts; ++e) {
+      int64_t sum = 0;
+      for (int64_t r = 0; r < group.ranks; ++r) sum += counts[r * all + owner * experts + e];
+      if (owner == group.rank) prefix[e] = tiles, rows[e] = sum;
+      tiles += ceil_div(sum, kTileRows);
+    }
+    if (owner == group.rank) prefix[experts] = tiles;
+    tiles_of_rank[owner] = tiles;
+  }
+
+  const int64_t used = prefix[experts] * kTileRows;
+  if (used > capacity) throw std::length_error("the schedule table is too small");  // most_tiles rules it out
+  for (int64_t row = 0; row < used; ++row) table[row] = kPaddingRow;
+  std::vector<int64_t> seen(experts);
+  for (int64_t r = 0; r < group.ranks; ++r) {
+    std::fill(seen.begin(), seen.end(), 0);
+    for (int64_t j = 0; j < routes[r]; ++j) {
+      const int64_t e = ids_of(r)[j] - group.rank * experts;
+      if (e < 0 || e >= experts) continue;
+      const int64_t row = row_in_expert(seen[e]++, r, &counts[group.rank * experts + e], group.ranks, all);
+      table[prefix[e] * kTileRows + row] = pack_row(r, j);
+    }
+  }
+}
+
+}  // namespace mok::cpu

@@ -1,0 +1,66 @@
+"""Lays out one variant of the hub kernel: the Python side, the extension, `_ops.py` and `metadata.json`.
+
+The folder is written beside its final place and moved there, so that a reader sees the old variant or the new one.
+"""
+
+import argparse
+import base64
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+OPS = '''"""The operators of this build; written by package.py."""
+
+import torch
+
+from . import {name}
+
+ops = torch.ops.{name}
+
+
+def add_op_namespace_prefix(op_name: str) -> str:
+    """`op_name` with the namespace of this build's operators."""
+    return f"{name}::{{op_name}}"
+
+
+__all__ = ["add_op_namespace_prefix", "ops", "{name}"]
+'''
+
+
+def digest(path: Path) -> str:
+    return base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--library", type=Path, required=True, help="the built extension")
+    parser.add_argument("--name", required=True, help="its module name, which is the operators' namespace too")
+    parser.add_argument("--source", type=Path, required=True, help="torch-ext/mok")
+    parser.add_argument("--out", type=Path, required=True, help="build/<variant>")
+    parser.add_argument("--backend", choices=["cpu", "cuda"], required=True)
+    args = parser.parse_args()
+
+    staged = args.out.with_name(args.out.name + ".new")
+    shutil.rmtree(staged, ignore_errors=True)
+    shutil.copytree(args.source, staged, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    shutil.copy2(args.library, staged / f"{args.name}.abi3.so")
+    (staged / "_ops.py").write_text(OPS.format(name=args.name))
+    files = sorted(p for p in staged.rglob("*") if p.is_file())
+    metadata = {
+        "name": "mok",
+        "id": args.name,
+        "version": 1,
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": {"type": args.backend},
+        "digest": {"algorithm": "sha256", "files": {str(p.relative_to(staged)): digest(p) for p in files}},
+    }
+    (staged / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    shutil.rmtree(args.out, ignore_errors=True)
+    staged.rename(args.out)
+    print(f"{args.out}: {args.name}")
+
+
+if __name__ == "__main__":
+    main()
