@@ -95,7 +95,8 @@ inline Scenario make_scenario(Random& random) {
   const int64_t all = s.ranks * s.experts, focus = random.below(all), routing = random.below(5);
   const int64_t masked = random.any({0, 0, 10, 75});
   for (int64_t r = 0; r < s.ranks; ++r) {
-    std::vector<int32_t> ids(random.any({0, 1, 51, random.below(200), random.below(500), random.below(1000)}) * s.top_k);
+    const int64_t tokens = random.any({0, 1, 51, random.below(200), random.below(500), random.below(1000)});
+    std::vector<int32_t> ids(tokens * s.top_k);
     for (int32_t& id : ids) {
       switch (routing) {
         case 0: id = random.below(all); break;                             // everywhere
