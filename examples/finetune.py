@@ -152,6 +152,16 @@ def main() -> None:
             mok_hf.save_state(accelerator, checkpoint, model, optimizer, scheduler, progress={"step": step})
     bar.close()
 
+    if log is not None:
+        report = getattr(model, "_mok_report", None)
+        summary = {
+            "implementation": args.implementation,
+            "layers_patched": len(report.patched) if report else 0,
+            "kernel": report.kernel.variant if report else "native",
+            "last_loss": mean_loss,
+        }
+        (args.output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
     # Every rank calls it: rank 0 gathers the shards and writes the checkpoint in the Hugging Face per-expert format.
     accelerator.unwrap_model(model).save_pretrained(args.output_dir / "model")
     accelerator.end_training()

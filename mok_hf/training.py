@@ -21,6 +21,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mok_hf.capabilities import UnsupportedError
+from mok_hf.refusals import check_launch, ddp_over_experts
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.optim import Optimizer
@@ -49,7 +52,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> tuple[A
         The prepared objects, in the order given.
 
     Raises:
-        ValueError: a launch plugin of Accelerate would shard the model a second time, or the ranks hold different
+        UnsupportedError: a launch plugin of Accelerate would shard the model a second time, or the ranks hold different
             experts that DDP would overwrite.
     """
     _check_launch(accelerator)
@@ -58,7 +61,7 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any) -> tuple[A
         model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     else:
         if accelerator.num_processes > 1:
-            _check_replicable(model)
+            _check_replicable(model, accelerator.num_processes)
         model = accelerator.prepare_model(model)
     if not others:
         return (model,)
@@ -191,24 +194,19 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def _check_launch(accelerator: Accelerator) -> None:
+    check_launch()  # Accelerate's FSDP plugin, which sets its variable whichever way it was asked for
     kind = accelerator.distributed_type.value
-    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        raise ValueError(
-            f"Accelerate was launched with its {kind} plugin, which would shard the model a second time (with "
-            "ram-efficient loading it overwrites every rank's experts with rank 0's). Launch a plain multi-GPU job "
-            "(`accelerate launch --multi_gpu`, no --use_fsdp, no --use_deepspeed) and load with "
-            "mok_hf.from_pretrained(..., ep_size=...): Transformers then shards the model itself."
+    if kind in ("DEEPSPEED", "MEGATRON_LM"):
+        raise UnsupportedError(
+            f"The Accelerator has the {kind} plugin, which would shard the model a second time. Launch a plain "
+            "multi-GPU job (`accelerate launch --multi_gpu`) and load with mok_hf.from_pretrained(..., ep_size=...): "
+            "Transformers then shards the model itself."
         )
 
 
-def _check_replicable(model: nn.Module) -> None:
-    owners = [name for name, module in model.named_modules() if getattr(module, "_is_expert_parallel", False)]
-    if owners:
-        raise ValueError(
-            f"{len(owners)} modules ({owners[0]}, ...) hold different experts on each rank, without FSDP around them. "
-            "DDP would overwrite them with rank 0's and scale their gradients by the number of ranks. Load with "
-            "mok_hf.from_pretrained(..., ep_size=...), which sets fsdp_size to the number of ranks; or use ep_size=1."
-        )
+def _check_replicable(model: nn.Module, world_size: int) -> None:
+    if any(getattr(module, "_is_expert_parallel", False) for module in model.modules()):
+        raise UnsupportedError(ddp_over_experts(world_size))
 
 
 def _replicate_unsharded_parameters(model: nn.Module) -> None:
