@@ -203,18 +203,21 @@ def finetune(family: Family, folder: Path, name: str, max_steps: int, progress: 
     output = folder / name
     output.mkdir(parents=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    command += [str(FINETUNE), "--model", str(folder / "checkpoint"), "--model_class", family.model_class]
-    command += ["--tokenizer", "bytes", "--implementation", name, "--ep_size", str(RANKS), "--seq_len", "128"]
-    command += [
-        "--learning_rate",
-        "5e-4",
-        "--num_warmup_steps",
-        "10",
-        "--max_steps",
-        str(max_steps),
-        "--output_dir",
-        str(output),
-    ]
+    options = {
+        "model": folder / "checkpoint",
+        "model_class": family.model_class,
+        "tokenizer": "bytes",
+        "implementation": name,
+        "ep_size": RANKS,
+        "seq_len": 128,
+        "learning_rate": 5e-4,
+        "num_warmup_steps": 10,  # without it these random models are chaotic: rounding grows to 1e-3 of the loss
+        "max_steps": max_steps,
+        "output_dir": output,
+    }
+    command.append(str(FINETUNE))
+    for option, value in options.items():
+        command += [f"--{option}", str(value)]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
     environment.setdefault("OMP_NUM_THREADS", "1")
 

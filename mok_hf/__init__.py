@@ -11,6 +11,7 @@ from mok_hf.kernel import KernelMismatchError, KernelNotFoundError
 from mok_hf.loading import from_pretrained
 from mok_hf.patching import distributed_config, patch_model, register, unpatch_model
 from mok_hf.report import LayerReport, PatchReport
+from mok_hf.training import load_state, prepare, save_state
 
 __version__ = "0.1.0"
 
@@ -24,7 +25,10 @@ __all__ = [
     "UnsupportedError",
     "distributed_config",
     "from_pretrained",
+    "load_state",
     "patch_model",
+    "prepare",
     "register",
+    "save_state",
     "unpatch_model",
 ]
