@@ -16,6 +16,7 @@ template <class T>
 struct Backward {
   const Group& group;
   const BackwardCall<T>& call;
+  const bool dgrad;  // some rank wants dX: every rank then computes and pushes it
   const Shape& shape = call.shape;
   const Layout layout = make_layout(group.max_tokens, shape.top_k, shape.hidden, sizeof(T));
   const Slots slots{{{call.schedule.tiles(), call.settings.ring}, call.settings.minibatch},
@@ -28,7 +29,7 @@ struct Backward {
   Buffer<T> weighted_h = Buffer<T>(ring_rows * shape.intermediate);
   Buffer<T> d_gate_up = Buffer<T>(ring_rows * 2 * shape.intermediate);
   Buffer<float> row_weight = Buffer<float>(ring_rows);
-  Buffer<T> staged = Buffer<T>(call.dx ? slots.y * kTileRows * shape.hidden : 0);
+  Buffer<T> staged = Buffer<T>(dgrad ? slots.y * kTileRows * shape.hidden : 0);
   Buffer<T> replayed_x = Buffer<T>(replays ? ring_rows * shape.hidden : 0);
   Buffer<T> replayed_gate_up = Buffer<T>(replays ? ring_rows * 2 * shape.intermediate : 0);
   Buffer<T> shared_weighted_h = Buffer<T>(shared ? shape.tokens * shape.shared : 0);
@@ -337,8 +338,9 @@ void finish_token(const Backward<T>& b, int64_t token, std::vector<float>& sum) 
 
 template <class T>
 void backward(const Group& group, const BackwardCall<T>& call) {
-  Backward<T> b{group, call};
-  const int64_t hidden = b.shape.hidden, top_k = b.shape.top_k, threads = call.settings.compute_threads;
+  const Shape& shape = call.shape;
+  const Layout layout = make_layout(group.max_tokens, shape.top_k, shape.hidden, sizeof(T));
+  const int64_t hidden = shape.hidden, top_k = shape.top_k, threads = call.settings.compute_threads;
   // X is shared by all layers: whoever replays needs this layer's again.
   bool anyone_replays = false;
   for (int64_t r = 0; r < group.ranks; ++r) {
@@ -346,15 +348,22 @@ void backward(const Group& group, const BackwardCall<T>& call) {
   }
   if (group.ranks > 1) {
     char* data = group.data[group.rank];
-    parallel_for(threads, b.shape.tokens, [&](int64_t token) {
+    parallel_for(threads, shape.tokens, [&](int64_t token) {
       const int64_t row = token * hidden;
-      std::memcpy(data + b.layout.dy + row * sizeof(T), call.dout + row, hidden * sizeof(T));
-      if (anyone_replays) std::memcpy(data + b.layout.x + row * sizeof(T), call.x + row, hidden * sizeof(T));
-      std::memcpy(data + b.layout.weight + token * top_k * sizeof(float), call.route_weights + token * top_k,
+      std::memcpy(data + layout.dy + row * sizeof(T), call.dout + row, hidden * sizeof(T));
+      if (anyone_replays) std::memcpy(data + layout.x + row * sizeof(T), call.x + row, hidden * sizeof(T));
+      std::memcpy(data + layout.weight + token * top_k * sizeof(float), call.route_weights + token * top_k,
                   top_k * sizeof(float));
     });
   }
+  const uint32_t bank = group.next_epoch() & 1;
+  group.own().wants_dx[bank].store(call.wants_dx, std::memory_order_relaxed);
   group.barrier(Phase::kBackwardBegin);
+  bool dgrad = false;
+  for (int64_t r = 0; r < group.ranks; ++r) {
+    dgrad = dgrad || group.control[r]->wants_dx[bank].load(std::memory_order_relaxed);
+  }
+  Backward<T> b{group, call, dgrad};
   zero_unused(b);
   Parts parts;
   parts.wgrad = 2;
@@ -363,7 +372,7 @@ void backward(const Group& group, const BackwardCall<T>& call) {
                                      kLag,
                                      b.shared ? ceil_div(b.shape.tokens, kTileRows) : 0,
                                      parts,
-                                     call.dx != nullptr,
+                                     dgrad,
                                      call.d_gate_up != nullptr || call.d_down != nullptr,
                                      call.d_shared_gate || call.d_shared_up || call.d_shared_down,
                                      call.schedule.prefix,

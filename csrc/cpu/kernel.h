@@ -81,6 +81,7 @@ struct BackwardCall {
   const T* ring_x;            // as the forward left them; never written here
   const T* ring_gate_up;
   const T* shared_gate_up;
+  bool wants_dx;              // dx itself may be null, when this rank has no tokens
   // Null where no gradient is wanted.
   T* dx;                      // [N, D]
   float* d_route_weights;     // [N, K]

@@ -228,7 +228,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
                           weights_of<T>(gate_up, down, shared_gate, shared_up, shared_down), clamp_of(limit),
                           data_of<T>(dout), data_of<T>(x), data_of<int32_t>(ids), data_of<float>(route_weights),
                           data_of<float>(shared_scale), data_of<T>(ring_x), data_of<T>(ring_gate_up),
-                          data_of<T>(shared_gate_up), wanted(0, dx),
+                          data_of<T>(shared_gate_up), needed(0), wanted(0, dx),
                           needed(1) ? data_of<float>(d_route_weights) : nullptr, wanted(2, d_gate_up),
                           wanted(3, d_down), wanted(4, d_shared_gate), wanted(5, d_shared_up),
                           wanted(6, d_shared_down), needed(7) ? data_of<float>(d_shared_scale) : nullptr});

@@ -40,6 +40,7 @@ struct Control {
   std::atomic<uint32_t> arrived[kMaxRanks];   // arrived[r]: the epoch that rank r reached, written by rank r
   std::atomic<int64_t> abort;                 // 0, or what expired first: origin, waited and phase, packed
   std::atomic<int64_t> tokens[2];             // tokens of this rank, banked by epoch
+  std::atomic<int64_t> wants_dx[2];           // whether this rank's x has a gradient, banked by epoch
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<int64_t>::is_always_lock_free,
               "the control page is shared between processes");
