@@ -241,10 +241,12 @@ def finetune(family: Family, folder: Path, name: str, max_steps: int, progress: 
                 process.wait()
     progress.stop_task(task)
     if process.returncode != 0 or len(losses) != max_steps:
-        tail = "\n".join((output / "output.txt").read_text(errors="replace").splitlines()[-40:])
+        # What follows " failed (exitcode" is the launcher's own account, without the cause.
+        text = (output / "output.txt").read_text(errors="replace").partition(" failed (exitcode")[0]
         raise RunFailed(
-            f"{family.name} {name}: exit status {process.returncode}, {len(losses)} of {max_steps} steps.\n"
-            f"{' '.join(command)}\n{tail}"
+            "\n".join(text.splitlines()[-25:-1])
+            + f"\n{family.name} {name}: exit status {process.returncode}, {len(losses)} of {max_steps} steps; "
+            f"all output is in {output / 'output.txt'}"
         )
     return Run(losses, json.loads((output / "summary.json").read_text()))
 
@@ -275,8 +277,9 @@ def failures_of(result: dict[str, Any]) -> list[str]:
 
 
 def as_table(results: list[dict[str, Any]]) -> Table:
-    table = Table(title="Fine-tuned on the CPU with 2-way expert parallelism")
-    table.add_column("family")
+    kernels = sorted({result["kernel"] for result in results})
+    table = Table(title=f"{RANKS}-way expert parallelism on the CPU", caption=f"kernel build: {', '.join(kernels)}")
+    table.add_column("family", no_wrap=True)
     table.add_column("layers patched", justify="right")
     table.add_column("kernel")
     for heading in ("first loss", "last loss", "native last loss", "difference"):
@@ -285,7 +288,7 @@ def as_table(results: list[dict[str, Any]]) -> Table:
         table.add_row(
             result["family"],
             str(result["layers_patched"]),
-            result["kernel"],
+            f"MoK {backend_of(result['kernel'])}",
             f"{result['losses'][0]:.4f}",
             f"{result['losses'][-1]:.4f}",
             f"{result['native_losses'][-1]:.4f}",
@@ -293,6 +296,11 @@ def as_table(results: list[dict[str, Any]]) -> Table:
             style="red" if failures_of(result) else None,
         )
     return table
+
+
+def backend_of(variant: str) -> str:
+    """`cpu` or `cu130` in a build's name, such as torch-stable-abi211-cpu-x86_64-linux."""
+    return next((part for part in variant.split("-") if part == "cpu" or part[:2] == "cu"), variant)
 
 
 if __name__ == "__main__":
