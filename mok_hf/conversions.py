@@ -149,7 +149,8 @@ class _Whole(ConversionOps):
 class _TransposeShard(Transpose):
     """Transposes a stack of expert matrices unless it is in the model's layout; judged by the shapes of one expert."""
 
-    def convert(
+    # Transpose.convert is decorated with an untyped torch.no_grad.
+    def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
         target = self.get_target_pattern(input_dict, source_patterns, target_patterns)

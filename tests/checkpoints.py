@@ -310,6 +310,9 @@ def make(kind: str, **overrides: Any) -> PreTrainedModel:
         for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor_name.endswith("tid2eid"):
                 tensor.copy_(torch.randint(0, EXPERTS, tensor.shape, generator=generator))
+            elif ".experts." in tensor_name:
+                # Transformers 5.24 leaves those of the Qwen3-Omni talker as the allocator returned them.
+                tensor.copy_(_COMMON["initializer_range"] * torch.randn(tensor.shape, generator=generator))
             elif tensor_name.endswith("e_score_correction_bias") or (
                 isinstance(tensor, torch.nn.Parameter) and tensor.numel() > 1 and tensor.min() == tensor.max()
             ):
