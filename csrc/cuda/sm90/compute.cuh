@@ -5,12 +5,20 @@
 
 namespace mok::cuda::sm90 {
 
-// One wgmma group (a k-block) stays in flight while the stage before it is given back.
-__device__ __forceinline__ void multiply(float (&acc)[128], int blocks, uint32_t smem, uint32_t group, uint32_t release_bar,
-                                         RingPosition<kStages>& stage, Watch& watch) {
+// One wgmma group (a k-block) stays in flight while the stage before it is given back. The last tile's debts are settled on the way: its
+// stages once this tile's first k-block is issued, its count two k-blocks later, and both at once before any wait that may block,
+// because the operand waited for may depend on them.
+__device__ __forceinline__ void multiply(float (&acc)[128], int blocks, uint32_t smem, uint32_t group, uint32_t empty_bar,
+                                         RingPosition<kStages>& stage, Pending& pending, Watch& watch) {
   uint32_t previous = 0;
   for (int k = 0; k < blocks; ++k) {
-    wait_mbarrier(watch, smem + Shared::kFull + 8 * stage.slot, stage.phase, kWaitOperand);
+    const uint32_t full = smem + Shared::kFull + 8 * stage.slot;
+    if (pending.any()) {
+      const bool ready = __all_sync(~0u, ptx::mbarrier_try(full, stage.phase));
+      if (!ready || k >= 1) pending.give_back(empty_bar);
+      if (!ready || k >= 3) pending.count();
+    }
+    wait_mbarrier(watch, full, stage.phase, kWaitOperand);
     const uint32_t a = smem + stage.slot * kStageBytes + group * (kABytes / 2);
     const uint32_t b = smem + stage.slot * kStageBytes + kABytes;
     ptx::wgmma_fence();
@@ -20,13 +28,13 @@ __device__ __forceinline__ void multiply(float (&acc)[128], int blocks, uint32_t
     ptx::wgmma_commit();
     if (k > 0) {
       ptx::wgmma_wait<1>();
-      if (release_bar != 0) ptx::mbarrier_arrive_cluster(release_bar + 8 * previous);
+      if (empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * previous);
     }
     previous = stage.slot;
     stage.advance();
   }
   ptx::wgmma_wait<0>();
-  if (release_bar != 0) ptx::mbarrier_arrive_cluster(release_bar + 8 * previous);
+  if (empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * previous);
 #pragma unroll
   for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(acc[i])::"memory");
 }
@@ -40,32 +48,36 @@ __device__ __forceinline__ bool any_of_group(bool value, uint32_t group) {
   return result != 0;
 }
 
-// Ordinary stores of all lanes -> visible to the copy engine of any SM that sees the counter.
-__device__ __forceinline__ void publish_tile(uint32_t* counter) {
-  ptx::fence_proxy_async_global();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::red_release_gpu(counter, 1);
+// Takes over one stage that the producer handed to the epilogue; its address.
+__device__ __forceinline__ uint32_t borrow_stage(uint32_t smem, RingPosition<kStages>& stage, Pending& pending, Watch& watch) {
+  wait_mbarrier(watch, smem + Shared::kFull + 8 * stage.slot, stage.phase, kWaitOperand);
+  pending.release |= 1u << stage.slot;
+  const uint32_t address = smem + stage.slot * kStageBytes;
+  stage.advance();
+  return address;
 }
 
 __device__ __forceinline__ void compute_tiles(const ForwardParams& p, uint32_t smem, uint32_t group) {
   Watch watch = p.watch();
   const uint32_t cta = ptx::cta_rank_in_cluster();
   const int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
-  const uint32_t staging = smem + Shared::kStaging + (group * 4 + warp) * kStagingBytes;
-  // Two threads of a warpgroup give stages back, one to each CTA.
-  const uint32_t release_bar = thread < 2 ? ptx::cluster_address(smem + Shared::kEmpty, thread) : 0;
+  const int group8 = group * 8 + warp * 2;  // this warp's first group of 8 rows in the tile
+  // Two lanes of a warp give stages back, one to each CTA.
+  const uint32_t empty_bar = lane < 2 ? ptx::cluster_address(smem + Shared::kEmpty, lane) : 0;
   const uint32_t task_empty = ptx::cluster_address(smem + Shared::kTaskEmpty, 0);
   RingPosition<kTaskSlots> at;
   RingPosition<kStages> stage;
+  Pending pending;
   float acc[128];
   for (;;) {
+    if (pending.any() && !__all_sync(~0u, ptx::mbarrier_try(smem + Shared::kTaskFull + 8 * at.slot, at.phase))) pending.settle(empty_bar);
     const Task task = read_task(smem, at, watch);
     if (any_of_group(task.is_end(), group)) break;
     const uint32_t kind = task.kind();
     const bool shared = kind >= kTaskSharedGateUp, gate_up = kind == kTaskGateUp || kind == kTaskSharedGateUp;
     const int tile_index = task.tile() + (task.two() ? cta : 0);
     const int column = task.column() + (task.two() ? 0 : cta);
-    const int in_tile = group * 64 + warp * 16;
+    const int in_tile = group8 * 8;
     Tile tile;
     tile.row0 = (shared ? tile_index : tile_index % p.ring_tiles) * kBlockM + in_tile;
     tile.rows = shared ? p.tokens - tile.row0 : kBlockM;
@@ -83,20 +95,27 @@ __device__ __forceinline__ void compute_tiles(const ForwardParams& p, uint32_t s
       }
     }
 
-    multiply(acc, width / kBlockK, smem, group, release_bar, stage, watch);
+    multiply(acc, width / kBlockK, smem, group, empty_bar, stage, pending, watch);
     if (thread == 0) ptx::mbarrier_arrive_cluster(task_empty + 8 * at.slot);
     at.advance();
+    pending.settle(empty_bar);  // only a tile of fewer than four k-blocks still owes anything here
+
+    const bool stores_gate_up = gate_up && p.stores_gate_up(), stores_hidden = gate_up && p.stores_hidden();
+    Room room{0, smem + Shared::kRest, 0};
+    if (!gate_up || stores_gate_up) room.stage = borrow_stage(smem, stage, pending, watch);
+    if (stores_hidden) room.hidden = borrow_stage(smem, stage, pending, watch);
     if (tile.column >= tile.columns) continue;  // this CTA only helped its neighbour to load
     if (gate_up) {
-      const bool plain = p.ladder == kMokGateUpOnly;
-      gate_up_epilogue(acc, staging, tile, p.swiglu_limit, shared ? p.shared_gate_up : p.ring_gate_up,
-                       plain ? nullptr : (shared ? p.shared_h_out : p.ring_h_out));
-      publish_tile((shared ? p.shared_h_ready : p.h_ready) + tile_index);
+      gate_up_epilogue(acc, room, group8, tile, p.swiglu_limit, stores_gate_up ? (shared ? p.shared_gate_up : p.ring_gate_up) : nullptr,
+                       stores_hidden ? (shared ? p.shared_h_out : p.ring_h_out) : nullptr);
+      pending.counter = (shared ? p.shared_h_ready : p.h_ready) + tile_index;
     } else {
       if (!shared && thread == 0 && tile_index >= p.ring_tiles) ptx::red_release_gpu(p.down_done + tile_index, 1);
-      output_epilogue(acc, staging, tile, destination);
+      output_epilogue(acc, room, group8, tile, destination);
     }
   }
+  pending.settle(empty_bar);
+  ptx::bulk_wait_all();
 }
 
 }  // namespace mok::cuda::sm90

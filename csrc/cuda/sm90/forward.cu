@@ -9,13 +9,15 @@
 //           warps 4-7, 8-11   consumer warpgroups, 64 rows x 256 columns each   232
 // Barriers  (shared memory; arrivals, and who frees what)
 //           full[4]        1 + 48 KB: own producer's expectation; bytes come from both CTAs' producers
-//           empty[4]       4: both warpgroups of both CTAs, after the wgmma group that read the stage is complete
+//           empty[4]       16: the consumer warps of both CTAs, after the wgmma group that read the stage is complete
+//           A task ends with one or two stages that carry no operands: the producer hands them over (full, no bytes), consumers write
+//           the finished tile into them, bulk stores take it from there, and each warp frees them once its stores have read.
 //           task_full[2]   1: the scheduler, into both CTAs
 //           task_empty[2]  6, in the first CTA: producer (task read) and two warpgroups (tile multiplied) of both CTAs
 //           copy_full[8]   1 + a piece of a row: the dispatch warp's own pulls
 // Counters  (global memory, cleared by mok_schedule, indexed by absolute row tile)
 //           x_ready        128 rows landed                         dispatch -> load_operands
-//           h_ready        8 warps x gate+up column tiles          epilogue -> load_operands of down; dispatch (x slot is free)
+//           h_ready        8 warps x gate+up column tiles, written  epilogue -> load_operands of down; dispatch (x slot is free)
 //           down_done      2 warpgroups x down column tiles        mainloop -> load_operands of gate+up (h slot is free)
 //           shared_h_ready 8 warps x shared gate+up column tiles
 // Nothing here waits for another rank: peers' x is complete before the launch, and pushes are waited for after it.
@@ -44,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(smem + Shared::kFull + 8 * i, 1);
-      ptx::mbarrier_init(smem + Shared::kEmpty + 8 * i, 4);
+      ptx::mbarrier_init(smem + Shared::kEmpty + 8 * i, 2 * kConsumerWarps);
     }
     for (int i = 0; i < kTaskSlots; ++i) {
       ptx::mbarrier_init(smem + Shared::kTaskFull + 8 * i, 1);
@@ -112,15 +114,15 @@ cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
   p.down_done = at<uint32_t>(a.scratch, c.down_done);
   p.shared_h_ready = at<uint32_t>(a.scratch, c.shared_h_ready);
   p.ring_x_out = static_cast<__nv_bfloat16*>(a.ring_x);
-  p.ring_gate_up = a.store_gate_up ? static_cast<__nv_bfloat16*>(a.ring_gate_up) : nullptr;
+  p.ring_gate_up = static_cast<__nv_bfloat16*>(a.ring_gate_up);
   p.ring_h_out = static_cast<__nv_bfloat16*>(a.ring_h);
-  p.shared_gate_up = a.store_gate_up ? static_cast<__nv_bfloat16*>(a.shared_gate_up) : nullptr;
+  p.shared_gate_up = static_cast<__nv_bfloat16*>(a.shared_gate_up);
   p.shared_h_out = static_cast<__nv_bfloat16*>(a.shared_h);
   p.shared_y = static_cast<__nv_bfloat16*>(a.shared_y);
   p.abort_word = a.abort_word, p.record = a.record, p.timeout_ns = a.timeout_ns;
   p.columns = columns_of(a);
   p.rank = a.rank, p.tokens = a.tokens, p.topk = a.topk, p.hidden = a.hidden, p.inter = a.inter;
-  p.shared_inter = a.shared_inter, p.ring_tiles = a.ring_tiles, p.ladder = a.ladder, p.swiglu_limit = a.swiglu_limit;
+  p.shared_inter = a.shared_inter, p.ring_tiles = a.ring_tiles, p.ladder = a.ladder, p.store_gate_up = a.store_gate_up, p.swiglu_limit = a.swiglu_limit;
   const int row_bytes = a.hidden * 2;
   p.copies_per_row = static_cast<int>(ceil_div(row_bytes, kCopyBytes / 2));
   p.copy_bytes = static_cast<int>(ceil_div(ceil_div(row_bytes, p.copies_per_row), 16) * 16);

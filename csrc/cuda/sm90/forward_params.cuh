@@ -19,17 +19,21 @@ constexpr int kBBytes = kBlockN * kBlockK * 2;
 constexpr int kStageBytes = kABytes + kBBytes;
 constexpr int kTaskSlots = 2;                     // the task in hand and the next
 constexpr int kThreads = 384;
-constexpr int kStagePitch = 272;                  // 128 bf16 and 16 bytes: eight rows start in different banks
-constexpr int kStagingBytes = 8 * kStagePitch;    // a warp's 8 rows x 128 columns on their way out
+// A finished tile leaves through a borrowed pipeline stage (tile_rows below) plus this room behind the stages. Rows of 256 bf16 lie 528
+// bytes apart, so that the eight rows of a fragment start in different banks; 88 of the 128 rows fit into a stage.
+constexpr int kOutPitch = 528, kHiddenPitch = 272;
+constexpr int kGroupsInStage = 11;                // groups of 8 rows
+constexpr int kRestBytes = (kBlockM / 8 - kGroupsInStage) * 8 * kOutPitch;
+static_assert(kGroupsInStage * 8 * kOutPitch <= kStageBytes && kBlockM * kHiddenPitch <= kStageBytes, "a tile does not fit");
 constexpr int kCopyBytes = 14336;                 // dispatch ring
 constexpr int kCopySlots = 8;
 
 struct Shared {
-  static constexpr int kStaging = kStages * kStageBytes;
-  static constexpr int kCopy = kStaging + kConsumerWarps * kStagingBytes;
+  static constexpr int kRest = kStages * kStageBytes;
+  static constexpr int kCopy = kRest + kRestBytes;
   static constexpr int kBarriers = kCopy + kCopyBytes;
-  static constexpr int kFull = kBarriers;                      // [stages] 1 arrival (own producer) + bytes from both CTAs
-  static constexpr int kEmpty = kFull + 8 * kStages;           // [stages] 4 arrivals: two warpgroups of each CTA
+  static constexpr int kFull = kBarriers;                      // [stages] 1 arrival: own producer, + bytes from both CTAs
+  static constexpr int kEmpty = kFull + 8 * kStages;           // [stages] 16 arrivals: eight consumer warps of each CTA
   static constexpr int kTaskFull = kEmpty + 8 * kStages;       // [slots] 1 arrival: the leader's scheduler
   static constexpr int kTaskEmpty = kTaskFull + 8 * kTaskSlots; // [slots], leader's only: 6 arrivals, producer and two warpgroups of each CTA
   static constexpr int kCopyFull = kTaskEmpty + 8 * kTaskSlots; // [copy slots] 1 arrival + bytes
@@ -56,15 +60,22 @@ struct alignas(128) ForwardParams {
 
   Columns columns;
   int rank, tokens, topk, hidden, inter, shared_inter, ring_tiles;
-  int ladder;
+  int ladder, store_gate_up;
   float swiglu_limit;
   int copy_bytes, copy_slots, copies_per_row;  // a row travels in copies_per_row pieces of at most copy_bytes
 
   __device__ __forceinline__ Watch watch() const {
     return {abort_word, record, timeout_ns, static_cast<uint32_t>(rank), ptx::ld_relaxed_sys(abort_word) != 0};
   }
+  __device__ __forceinline__ bool stores_gate_up() const { return store_gate_up != 0; }
+  __device__ __forceinline__ bool stores_hidden() const { return ladder != kMokGateUpOnly; }
   __device__ __forceinline__ bool dispatches() const { return ladder == kMokWhole; }
 };
+
+// Stages that a task's epilogue borrows after its last k-block: one for 256 output columns (or for gate and up), one for h.
+__device__ __forceinline__ int borrowed_stages(const ForwardParams& p, bool gate_up) {
+  return gate_up ? (p.stores_gate_up() ? 1 : 0) + (p.stores_hidden() ? 1 : 0) : 1;
+}
 
 // Position in a ring of `kDepth` slots and the parity its barriers are waited for with.
 template <int kDepth>

@@ -16,7 +16,7 @@ __device__ __forceinline__ void schedule_tasks(const ForwardParams& p, uint32_t 
     const uint64_t task = more ? p.tasks[ticket] : Task::end().bits;
     for (uint32_t cta = 0; cta < 2; ++cta) {
       ptx::store_cluster_8(ptx::cluster_address(smem + Shared::kTask + 8 * at.slot, cta), task);
-      ptx::mbarrier_arrive_cluster(ptx::cluster_address(smem + Shared::kTaskFull + 8 * at.slot, cta));
+      ptx::mbarrier_release_cluster(ptx::cluster_address(smem + Shared::kTaskFull + 8 * at.slot, cta));
     }
     at.advance();
   }
@@ -88,6 +88,11 @@ __device__ __forceinline__ void load_operands(const ForwardParams& p, uint32_t s
         ptx::tensor_load_3d(b, half0, full, k, y0, z0);
         ptx::tensor_load_3d(b + kBBytes / 2, half1, full, k, y1, z1);
       }
+      stage.advance();
+    }
+    for (int i = borrowed_stages(p, gate_up); i > 0 && !watch.dead; --i) {
+      wait_mbarrier(watch, smem + Shared::kEmpty + 8 * stage.slot, stage.phase ^ 1, kWaitOperand);
+      ptx::mbarrier_arrive(smem + Shared::kFull + 8 * stage.slot);
       stage.advance();
     }
     if (watch.dead) break;
