@@ -67,6 +67,12 @@ def qualified_name(cls: type[Any]) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def describe(function: object) -> str:
+    """A function for an error message, on one line."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', None)}.{name}"
+
+
 def adapter_of(block: nn.Module) -> BlockAdapter | None:
     """The row of the model table for this block, or None: its class, or a subclass that keeps the class's forward."""
     from mok_hf.model_patches import ADAPTERS
@@ -201,8 +207,9 @@ def block_problem(block: nn.Module, adapter: BlockAdapter | None, ep_size: int) 
         )
     if "forward" in block.__dict__:
         return (
-            f"another wrapper has set {type(block).__name__}.forward on the instance ({block.__dict__['forward']!r}); "
-            f"patching would be undone by it. Patch first and wrap afterwards, {NATIVE}."
+            f"another wrapper has set {type(block).__name__}.forward on the instance ("
+            f"{describe(block.__dict__['forward'])}); patching would have no effect. Patch first and wrap afterwards, "
+            f"{NATIVE}."
         )
     if ep_size > 1 and base_experts(block.experts) is not block.experts:
         return (

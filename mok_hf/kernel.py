@@ -47,7 +47,6 @@ class KernelInfo:
     """What was loaded.
 
     Args:
-        module: the kernel's Python module.
         source: which of the places it came from, e.g. ``"csrc/build"``.
         path: its folder.
         variant: name of the build variant, e.g. ``"torch-stable-abi211-cpu-x86_64-linux"``.
@@ -56,7 +55,6 @@ class KernelInfo:
         api_level: level of its Python interface.
     """
 
-    module: ModuleType
     source: str
     path: Path
     variant: str
@@ -78,7 +76,7 @@ class _Place:
     explicit: bool = False
 
 
-_info: KernelInfo | None = None
+_loaded: tuple[ModuleType, KernelInfo] | None = None
 _agreed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -89,17 +87,17 @@ def load() -> ModuleType:
         KernelNotFoundError: nothing found; lists the places looked at.
         KernelMismatchError: files changed since the build, or another API level.
     """
-    global _info
-    if _info is None:
-        _info = _find()
-    return _info.module
+    global _loaded
+    if _loaded is None:
+        _loaded = _find()
+    return _loaded[0]
 
 
 def info() -> KernelInfo:
     """The loaded kernel and where it came from; loads it first. Raises what `load` raises."""
     module = load()
-    if _info is not None and _info.module is module:
-        return _info
+    if _loaded is not None and _loaded[0] is module:
+        return _loaded[1]
     path = Path(getattr(module, "__file__", None) or ".").resolve().parent
     return _describe(module, "in process", path)
 
@@ -152,7 +150,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
-def _find() -> KernelInfo:
+def _find() -> tuple[ModuleType, KernelInfo]:
     looked: list[str] = []
     for place in _places():
         if place.folder is None:
@@ -195,7 +193,7 @@ def _local_kernels() -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def _import(source: str, folder: Path) -> KernelInfo:
+def _import(source: str, folder: Path) -> tuple[ModuleType, KernelInfo]:
     import torch
     from kernels import get_local_kernel
 
@@ -215,7 +213,7 @@ def _import(source: str, folder: Path) -> KernelInfo:
             f"The kernel in {loaded.path} ({source}) has API level {loaded.api_level}, this mok_hf calls level "
             f"{API_LEVEL}. Use a kernel and a mok_hf of the same release: {HOW_TO_FIX}."
         )
-    return loaded
+    return module, loaded
 
 
 def _describe(module: ModuleType, source: str, path: Path) -> KernelInfo:
@@ -227,7 +225,6 @@ def _describe(module: ModuleType, source: str, path: Path) -> KernelInfo:
     for name, file in sorted(_files(path).items()) if metadata else ():
         overall.update(name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return KernelInfo(
-        module=module,
         source=source,
         path=path,
         variant=path.name,

@@ -54,6 +54,8 @@ def from_pretrained(
         ExpertsNotLoadedError: an expert tensor is missing, has another shape, or (with `verify`) other values.
         KernelNotFoundError, KernelMismatchError: no kernel, or ranks with different ones.
     """
+    from mok_hf.conversions import register_conversions
+
     register()
     refusals.check_launch()
     if kwargs.get("distributed_config") is not None and ep_size is not None:
@@ -65,8 +67,7 @@ def from_pretrained(
     refusals.check_distributed(kwargs.get("distributed_config"))
     stored = _stored_config(pretrained_model_name_or_path, kwargs)
     _check_quantisation(stored, kwargs)
-    if stored.get("model_type") == "kimi_k2":
-        _register_kimi_k2()
+    register_conversions()
     wants_info = kwargs.pop("output_loading_info", False)
     chosen = kwargs.get("distributed_config")
     size = chosen.ep_size if chosen is not None else ep_size or 1
@@ -127,17 +128,6 @@ def _check_expert_count(stored: dict[str, Any], ep_size: int) -> None:
             count = section.get(key)
             if isinstance(count, int) and count > 0 and count % ep_size:
                 raise UnsupportedError(refusals.uneven_experts(count, ep_size))
-
-
-def _register_kimi_k2() -> None:
-    """Kimi-K2 holds DeepSeek-V3 blocks under its own model_type, for which Transformers converts no expert names."""
-    from transformers.conversion_mapping import (
-        get_checkpoint_conversion_mapping,
-        register_checkpoint_conversion_mapping,
-    )
-
-    if get_checkpoint_conversion_mapping("kimi_k2") is None:
-        register_checkpoint_conversion_mapping("kimi_k2", get_checkpoint_conversion_mapping("deepseek_v3"))
 
 
 def _check_experts_loaded(info: dict[str, Any], stored: dict[str, Any]) -> None:

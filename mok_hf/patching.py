@@ -20,11 +20,13 @@ from torch import nn
 
 from mok_hf import kernel, refusals
 from mok_hf.capabilities import (
+    NATIVE,
     BlockAdapter,
     UnsupportedError,
     adapter_of,
     base_experts,
     block_problem,
+    describe,
     experts_problem,
     shared_problem,
 )
@@ -71,7 +73,10 @@ def distributed_config(ep_size: int, **kwargs: Any) -> DistributedConfig:
     """
     from transformers.distributed import DistributedConfig
 
+    from mok_hf.conversions import register_conversions
+
     register()
+    register_conversions()
     refusals.check_launch()
     world = world_size()
     if ep_size < 1 or world % ep_size:
@@ -263,14 +268,13 @@ def _running(experts: nn.Module, ep_size: int) -> tuple[str, str | None]:
     if ep_size > 1 and implementation is None:
         return "", (
             "the experts are spread over ranks but their forward is not the one Transformers' expert parallelism sets "
-            f"({experts.__dict__.get('forward')!r}). Remove the other wrapper, or load with mok_hf.from_pretrained, or "
-            "pass strict=False to leave this block on Transformers' own code."
+            f"({describe(experts.__dict__.get('forward'))}). Remove the other wrapper, or load with "
+            f"mok_hf.from_pretrained, {NATIVE}."
         )
     if ep_size == 1 and "forward" in experts.__dict__:
         return "", (
             f"another wrapper has set {type(experts).__name__}.forward on the instance "
-            f"({experts.__dict__['forward']!r}). Patch first and wrap afterwards, or pass strict=False to leave this "
-            "block on Transformers' own code."
+            f"({describe(experts.__dict__['forward'])}). Patch first and wrap afterwards, {NATIVE}."
         )
     if implementation is not None:
         return type(implementation).__name__, None

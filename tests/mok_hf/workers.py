@@ -223,8 +223,8 @@ def ddp_at_one(path: str, kind: str) -> dict[str, Any]:
     return {"gradients": gradients(model), "used": everyone}
 
 
-def refusals_at_two(path: str, kind: str) -> dict[str, tuple[str, str]]:
-    """What is refused only where the experts are spread over ranks."""
+def refusals_at_two(path: str, kind: str, sliced: str) -> dict[str, tuple[str, str]]:
+    """What is refused only where the experts are spread over ranks; `sliced` has a tensor-parallel plan."""
     from peft import LoraConfig, get_peft_model
 
     mok_hf.register()
@@ -241,15 +241,13 @@ def refusals_at_two(path: str, kind: str) -> dict[str, tuple[str, str]]:
     wrapper.module = load(path, plug=True, function=False, ep_size=2)
     found["ddp around the model, at patching"] = outcome_of(lambda: mok_hf.patch_model(wrapper))
 
-    def load_with(config: DistributedConfig) -> None:
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, distributed_config=config)
+    def load_with(config: DistributedConfig, checkpoint: str = path) -> nn.Module:
+        return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, distributed_config=config)
 
-    tensor_parallel = DistributedConfig(tp_size=2, ep_size=2, tp_plan={}, ep_implementation="mok")
-    found["tp_size in the plug"] = outcome_of(lambda: load_with(tensor_parallel))
+    tensor_parallel = DistributedConfig(tp_size=2, ep_size=2, ep_implementation="mok")
+    found["tp_size in the plug"] = outcome_of(lambda: load_with(tensor_parallel, sliced))
     found["tp_size in the helper"] = outcome_of(lambda: mok_hf.distributed_config(2, fsdp_size=1, tp_size=2))
-    native = AutoModelForCausalLM.from_pretrained(
-        path, distributed_config=DistributedConfig(tp_size=2, ep_size=2, tp_plan={}, ep_implementation="all_to_all")
-    )
+    native = load_with(DistributedConfig(tp_size=2, ep_size=2), sliced)
     found["tp_size of a loaded model"] = outcome_of(lambda: mok_hf.patch_model(native))
 
     found["offload in the helper"] = outcome_of(lambda: mok_hf.distributed_config(2, fsdp_cpu_offload=True))
@@ -284,13 +282,16 @@ def _as_if_in_ddp(ddp: Any, work: Callable[[], Any]) -> None:
         ddp._active_ddp_module = None
 
 
-def agreement(kernels: list[str | None]) -> tuple[str, str]:
-    """Loads a different kernel on each rank and agrees on it."""
+def agreement(cases: list[list[str | None]]) -> list[tuple[str, str]]:
+    """For each case, loads that case's kernel of this rank and agrees on it."""
     from mok_hf import kernel
 
-    path = kernels[dist.get_rank()]
-    os.environ["MOK_KERNEL_PATH"] = path if path is not None else "/nonexistent"
-    return outcome_of(lambda: kernel.agree(dist.group.WORLD))
+    outcomes = []
+    for case in cases:
+        os.environ["MOK_KERNEL_PATH"] = case[dist.get_rank()] or "/nonexistent"
+        kernel._loaded = None
+        outcomes.append(outcome_of(lambda: kernel.agree(dist.group.WORLD)))
+    return outcomes
 
 
 def missing_kernel(path: str, kind: str) -> dict[str, tuple[str, str]]:
