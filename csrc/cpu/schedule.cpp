@@ -13,7 +13,7 @@ void build_schedule(const Group& group, const int32_t* ids, int64_t tokens, int6
   const auto ids_of = [&](int64_t rank) {
     return reinterpret_cast<int32_t*>(group.data[rank] + layout.ids[bank]);
   };
-  std::memcpy(ids_of(group.rank), ids, tokens * top_k * sizeof(int32_t));
+  std::copy_n(ids, tokens * top_k, ids_of(group.rank));  // ids is null on a rank without tokens
   group.own().tokens[bank].store(tokens, std::memory_order_relaxed);
   group.barrier(Phase::kSchedule);
 

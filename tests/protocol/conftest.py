@@ -28,7 +28,7 @@ def compile_cpp(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
             output = folder / f"{Path(source).stem}-{len(built)}"
             command = [compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{REPOSITORY}"]
             result = subprocess.run(
-                [*command, HERE / source, "-o", output, *flags], capture_output=True, text=True, timeout=240
+                [*command, HERE / source, "-o", output, *flags], capture_output=True, text=True, timeout=280
             )
             assert result.returncode == 0, result.stderr
             built[key] = output
