@@ -13,7 +13,7 @@ from transformers.distributed import DistributedConfig
 import mok_hf
 from mok_hf.conversions import register_conversions
 from tests.checkpoints import KINDS, auto_class, batch
-from tests.models.compare import in_fp64, relative_errors, step
+from tests.models.compare import gradients, in_fp64, relative_errors
 
 # Tokens of each sequence on ranks 0 to 3: never the same on two ranks, and never a multiple of anything.
 LENGTHS = ([13, 7], [5], [21], [1, 2])
@@ -25,26 +25,34 @@ def rank_batch(kind: str, rank: int, seed: int = 0, **kwargs: Any) -> dict[str, 
 
 
 def native(
-    kind: str, path: Path, ep_size: int = 1, dtype: torch.dtype = torch.float32, **kwargs: Any
+    kind: str, path: Path, ep_size: int | None = None, dtype: torch.dtype = torch.float32, **kwargs: Any
 ) -> PreTrainedModel:
-    """The unpatched model: in one process, or under FSDP2 and native expert parallelism (`all_to_all`)."""
+    """The unpatched model: in this process alone, or with `ep_size` under FSDP2 and native expert parallelism."""
     register_conversions()  # Transformers alone loads Kimi-Linear and GLM-5-Next wrong when it shards
-    if dtype == torch.float64:
-        kwargs["experts_implementation"] = "eager"  # grouped_mm takes no fp64
-    if dist.is_initialized():
+    if ep_size is not None:
         kwargs["distributed_config"] = DistributedConfig(
             fsdp_size=dist.get_world_size(), ep_size=ep_size, ep_implementation="all_to_all"
         )
     return auto_class(kind).from_pretrained(path, dtype=dtype, **kwargs).train()
 
 
-def own_errors(kind: str, path: Path, inputs: dict[str, torch.Tensor], ep_size: int = 1) -> dict[str, float]:
-    """How far the unpatched fp32 model is from fp64, per tensor: the largest of three orders of summation."""
-    exact = step(native(kind, path, ep_size, dtype=torch.float64), in_fp64(inputs))
+def own_errors(kind: str, path: Path, batches: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """How far the unpatched fp32 model is from fp64, per gradient of the mean loss over the batches.
+
+    In one process, the largest of three orders of summation.
+    """
+
+    def mean_step(inputs: list[dict[str, torch.Tensor]], **kwargs: Any) -> dict[str, torch.Tensor]:
+        model = native(kind, path, **kwargs)
+        for one in inputs:
+            (model(**one).loss / len(inputs)).backward()
+        return {f"grad {name}": gradient for name, gradient in gradients(model).items()}
+
+    # grouped_mm, the default, takes no fp64.
+    exact = mean_step(list(map(in_fp64, batches)), dtype=torch.float64, experts_implementation="eager")
     errors: dict[str, float] = {}
     for implementation in ("grouped_mm", "eager", "batched_mm"):
-        model = native(kind, path, ep_size, experts_implementation=implementation)
-        for name, error in relative_errors(step(model, inputs), exact).items():
+        for name, error in relative_errors(mean_step(batches, experts_implementation=implementation), exact).items():
             errors[name] = max(error, errors.get(name, 0.0))
     return errors
 

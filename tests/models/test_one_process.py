@@ -19,7 +19,7 @@ def expect_parity(kind, path):
     inputs = batch(kind, LENGTHS)
     expected = step(native(kind, path), inputs)
     errors = relative_errors(step(patched(kind, path), inputs), expected)
-    assert not beyond_fp32(errors, lambda: own_errors(kind, path, inputs))
+    assert not beyond_fp32(errors, lambda: own_errors(kind, path, [inputs]))
     return expected
 
 
