@@ -77,10 +77,10 @@ def adapter_of(block: nn.Module) -> BlockAdapter | None:
     """The row of the model table for this block, or None: its class, or a subclass that keeps the class's forward."""
     from mok_hf.model_patches import ADAPTERS
 
-    for cls in type(block).__mro__:
+    native: Any = getattr(type(block), "_mok_original", type(block))
+    for cls in native.__mro__:
         adapter = ADAPTERS.get(qualified_name(cls))
         if adapter is not None:
-            native = getattr(type(block), "_mok_original", type(block))
             return adapter if native.forward is cls.forward else None
     return None
 
@@ -93,7 +93,7 @@ def _known_limits() -> dict[str, str]:
     return {f"{a.experts}._apply_gate": a.swiglu_limit for a in ADAPTERS.values() if a.swiglu_limit}
 
 
-def base_experts(experts: nn.Module) -> nn.Module:
+def base_experts(experts: Any) -> Any:
     """The experts module itself, below the wrappers that PEFT puts around it for LoRA on its parameters."""
     while type(experts).__name__ == "ParamWrapper" and hasattr(experts, "base_layer"):
         experts = experts.base_layer
@@ -106,12 +106,12 @@ def swiglu_limit(experts: nn.Module) -> float | None:
     return None if attribute is None else float(getattr(experts, attribute))
 
 
-def _gate_name(experts: nn.Module) -> str:
+def _gate_name(experts: Any) -> str:
     function = getattr(experts._apply_gate, "__func__", experts._apply_gate)
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def experts_problem(experts: nn.Module) -> str | None:
+def experts_problem(experts: Any) -> str | None:
     """Why these routed experts cannot run on the fused layer, or None.
 
     Args:
@@ -158,7 +158,7 @@ def _width_problem(what: str, value: int) -> str | None:
     )
 
 
-def _gate_problem(experts: nn.Module) -> str | None:
+def _gate_problem(experts: Any) -> str | None:
     from transformers.integrations.moe import _default_apply_gate
 
     name = type(experts).__name__
@@ -189,7 +189,7 @@ def is_silu(activation: object) -> bool:
     return isinstance(activation, torch.nn.SiLU | SiLUActivation) or activation is torch.nn.functional.silu
 
 
-def block_problem(block: nn.Module, adapter: BlockAdapter | None, ep_size: int) -> str | None:
+def block_problem(block: Any, adapter: BlockAdapter | None, ep_size: int) -> str | None:
     """Why this MoE block cannot be patched, or None.
 
     Args:

@@ -50,6 +50,7 @@ class KernelInfo:
         source: which of the places it came from, e.g. ``"csrc/build"``.
         path: its folder.
         variant: name of the build variant, e.g. ``"torch-stable-abi211-cpu-x86_64-linux"``.
+        backend: what it runs on, e.g. ``"cpu"`` or ``"cuda"``.
         version: version of the kernel.
         digest: hex SHA-256 over its files, the first 16 digits; equal on every rank.
         api_level: level of its Python interface.
@@ -58,6 +59,7 @@ class KernelInfo:
     source: str
     path: Path
     variant: str
+    backend: str
     version: str
     digest: str
     api_level: int
@@ -228,6 +230,7 @@ def _describe(module: ModuleType, source: str, path: Path) -> KernelInfo:
         source=source,
         path=path,
         variant=path.name,
+        backend=str(metadata.get("backend", {}).get("type", "unknown")),
         version=str(version),
         digest=overall.hexdigest()[:16],
         api_level=int(getattr(module, "API_LEVEL", 0)),

@@ -160,7 +160,7 @@ def _plain(experts: nn.Module, name: str) -> torch.Tensor:
 
 
 def fused(
-    block: nn.Module, flat_hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    block: Any, flat_hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """What an adapter's forward calls: the block's experts as a module, the shared expert lent.
 

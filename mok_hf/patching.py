@@ -186,20 +186,20 @@ def unpatch_model(model: nn.Module) -> None:
 class _Entry:
     """One MoE block of the model and what is to be done with it."""
 
-    block: nn.Module
+    block: Any
     adapter: BlockAdapter | None
-    experts: nn.Module
+    experts: Any
     report: LayerReport
 
 
-def _root(model: nn.Module) -> nn.Module:
+def _root(model: nn.Module) -> Any:
     """The Transformers model inside wrappers such as PEFT's and DDP's; the module itself if there is none."""
     from transformers import PreTrainedModel
 
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 
-def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module, BlockAdapter | None]]:
+def _blocks(model: nn.Module) -> Iterator[tuple[str, Any, BlockAdapter | None]]:
     """Every MoE block: those of the model table, and whatever else holds routed experts."""
     for name, module in model.named_modules():
         adapter = adapter_of(module)
@@ -251,7 +251,7 @@ def _plan(model: nn.Module, ep_size: int, group: Any | None, strict: bool) -> li
     if not entries and strict:
         raise UnsupportedError(
             f"{type(_root(model)).__name__} holds no MoE block: no submodule has routed experts. Pass a model of the "
-            "table in docs/models.md, or strict=False to accept a model with nothing to patch."
+            "table in docs/support.md, or strict=False to accept a model with nothing to patch."
         )
     return entries
 
@@ -287,10 +287,11 @@ def _apply(entry: _Entry, mesh: Any, config: MoKConfig) -> None:
     from mok_hf.expert_parallel import MokExpertParallel, implementation_of
 
     block, adapter, experts = entry.block, entry.adapter, entry.experts
+    kind: Any = type(experts)
     assert adapter is not None
     implementation = implementation_of(experts)
     if implementation is None:
-        experts.__class__ = _experts_class(type(experts))
+        experts.__class__ = _experts_class(kind)
     elif not isinstance(implementation, MokExpertParallel):
         # Popped before the plug is built, which captures `experts.forward`.
         experts.__dict__[OLD_FORWARD] = experts.__dict__.pop("forward")
@@ -310,11 +311,12 @@ def _apply(entry: _Entry, mesh: Any, config: MoKConfig) -> None:
         entry.report.set_shared(
             None if sharded else shared_problem(shared, experts, state.source, experts.down_proj.dtype, False)
         )
-    block.__class__ = _block_class(type(block), adapter)
+    kind = type(block)
+    block.__class__ = _block_class(kind, adapter)
 
 
 @functools.cache
-def _block_class(cls: type[nn.Module], adapter: BlockAdapter) -> type[nn.Module]:
+def _block_class(cls: Any, adapter: BlockAdapter) -> type[nn.Module]:
     def forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return adapter.forward(self, fused, hidden_states, *args, **kwargs)
 
@@ -322,7 +324,7 @@ def _block_class(cls: type[nn.Module], adapter: BlockAdapter) -> type[nn.Module]
 
 
 @functools.cache
-def _experts_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _experts_class(cls: Any) -> type[nn.Module]:
     def forward(
         self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
@@ -331,7 +333,7 @@ def _experts_class(cls: type[nn.Module]) -> type[nn.Module]:
     return _subclass(cls, forward)
 
 
-def _subclass(cls: type[nn.Module], forward: Callable[..., torch.Tensor]) -> type[nn.Module]:
+def _subclass(cls: type[Any], forward: Callable[..., torch.Tensor]) -> type[nn.Module]:
     members = {"forward": forward, "_mok_original": cls, "__module__": cls.__module__}
     return type(f"MoK{cls.__name__}", (cls,), members)
 

@@ -119,7 +119,7 @@ def check_model(model: nn.Module, ep_size: int) -> None:
         check_device_map(getattr(module, "hf_device_map", None), "device_map")
         config = getattr(module, "config", None)
         check_distributed(getattr(config, "distributed_config", None))
-        _check_kimi_k2(module, config)
+        _check_conversions(module, config)
 
 
 def ddp_over_experts(ep_size: int) -> str:
@@ -131,16 +131,23 @@ def ddp_over_experts(ep_size: int) -> str:
     )
 
 
-def _check_kimi_k2(module: nn.Module, config: Any) -> None:
+def _check_conversions(module: nn.Module, config: Any) -> None:
+    """Refuses weights that Transformers put in the wrong place, or left at random, while it loaded them."""
     from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightConverter
 
-    if not isinstance(module, PreTrainedModel) or getattr(config, "model_type", None) != "kimi_k2":
-        return
-    if getattr(module, "_mok_experts_loaded", False):
-        return
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from mok_hf.conversions import conversion_problem
 
-    if get_checkpoint_conversion_mapping("kimi_k2") is None:
+    if not isinstance(module, PreTrainedModel):
+        return
+    problem = conversion_problem(module)
+    if problem is not None:
+        raise UnsupportedError(problem)
+    if getattr(config, "model_type", None) != "kimi_k2" or getattr(module, "_mok_experts_loaded", False):
+        return
+    # Only from_pretrained sets this; without a converter in it no per-expert tensor found its place.
+    used = getattr(module, "_weight_conversions", ())
+    if used != () and not any(isinstance(transform, WeightConverter) for transform in used or ()):
         raise UnsupportedError(
             "model_type='kimi_k2' was loaded without its checkpoint conversion, so from_pretrained found none of the "
             "per-expert tensors and re-initialised every expert at random. Load it with mok_hf.from_pretrained, which "

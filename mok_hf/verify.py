@@ -21,7 +21,7 @@ class VerificationError(RuntimeError):
     """A loaded tensor differs from the checkpoint, or has no counterpart to be compared with."""
 
 
-def verify_loaded(model: nn.Module, name: Any, info: dict[str, Any], *, variant: str | None = None, **hub: Any) -> int:
+def verify_loaded(model: Any, name: Any, info: dict[str, Any], *, variant: str | None = None, **hub: Any) -> int:
     """Compares the model's tensors with the checkpoint it was loaded from. Collective if the model is sharded.
 
     The loaded tensors are converted back to checkpoint names and layout, as saving does, one layer at a time, and
