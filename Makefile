@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/.installed
 # One thread a process: the tests and the demo run several ranks on the machine's cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup kernel cuda demo test lint format clean
+.PHONY: help setup kernel cuda demo test lint format docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make kernel  build the CPU kernel into csrc/build/"
 	@echo "make cuda    compile csrc/cuda for sm_90a (needs nvcc, no GPU)"
+	@echo "make docs    rewrite docs/support.md from the model table"
 	@echo "make setup   .venv with mok_hf installed editable, and the CPU kernel"
 	@echo "make clean   remove build outputs (.venv stays)"
 
@@ -74,6 +75,9 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(INSTALLED)
+	$(BIN)/python docs/support_table.py >docs/support.md
 
 # Objects only: no GPU and no CUDA torch is needed. ptxas C7508-C7510 say that setmaxnreg was ignored or wgmma was
 # serialised: the kernel would still be right, at a fraction of its speed, so they fail the build.

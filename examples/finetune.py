@@ -157,7 +157,8 @@ def main() -> None:
         summary = {
             "implementation": args.implementation,
             "layers_patched": len(report.patched) if report else 0,
-            "kernel": report.kernel.variant if report else "native",
+            "kernel": report.kernel.variant if report else "none",
+            "backend": report.kernel.backend if report else "native",
             "last_loss": mean_loss,
         }
         (args.output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
