@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/cpu_layer.py --json benchmarks/results/cpu-layer.json
 
-Both run in this one process group on the same weights and tokens, in alternating blocks. Before anything is timed, outputs
-and gradients are compared. Memory is the process's resident high-water mark over one forward and backward, in a fresh
-process for each implementation (`--memory`), since the high-water mark never falls.
+Both run in this one process group on the same weights and tokens, in alternating blocks. Before anything is timed,
+outputs and gradients are compared. Memory is the process's resident high-water mark over one forward and backward, in
+a fresh process for each implementation (`--memory`), since the high-water mark never falls.
 """
 
 from __future__ import annotations
@@ -58,9 +58,13 @@ class Layer:
             return torch.randn(*sizes, generator=generator).mul_(scale)
 
         config = SimpleNamespace(
-            num_experts=local, hidden_size=shape.hidden, moe_intermediate_size=shape.intermediate, hidden_act="silu",
-            num_local_experts=local, _experts_implementation="grouped_mm",
-        )  # fmt: skip
+            num_experts=local,
+            hidden_size=shape.hidden,
+            moe_intermediate_size=shape.intermediate,
+            hidden_act="silu",
+            num_local_experts=local,
+            _experts_implementation="grouped_mm",
+        )
         self.experts = Qwen3MoeExperts(config)
         self.experts._is_expert_parallel = True
         with torch.no_grad():
@@ -85,9 +89,14 @@ class Layer:
         module = kernel.load()
         workspace = module.workspace(dist.group.WORLD, "cpu")
         return module.moe(
-            self.x, self.ids, self.weights, self.experts.gate_up_proj, self.experts.down_proj, workspace=workspace,
+            self.x,
+            self.ids,
+            self.weights,
+            self.experts.gate_up_proj,
+            self.experts.down_proj,
+            workspace=workspace,
             **settings,
-        )  # fmt: skip
+        )
 
     def step(self, implementation: str, **settings) -> tuple[float, float, torch.Tensor]:
         """Seconds of forward and of backward, slowest rank, and the output."""
@@ -190,13 +199,22 @@ def report(args, shape: Shape, ranks: int, samples, error: float, kept: dict[str
             values = [sum(t) if index == 2 else t[index] for t in times]
             flops = shape.flops() * (1 / 3, 2 / 3, 1)[index]
             median = statistics.median(values)
-            rows.append({
-                "device": platform.processor() or platform.machine(), "ep": ranks, "shape": vars(shape), "tokens": shape.tokens,
-                "pass": name, "impl": "mok" if implementation == "mok" else "transformers_ep",
-                "ms_median": round(median * 1e3, 2), "ms_min": round(min(values) * 1e3, 2),
-                "ms_max": round(max(values) * 1e3, 2), "samples": len(values), "gflops": round(flops / median / 1e9, 1),
-                "rel_error": error if implementation == "mok" else 0.0,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "device": platform.processor() or platform.machine(),
+                    "ep": ranks,
+                    "shape": vars(shape),
+                    "tokens": shape.tokens,
+                    "pass": name,
+                    "impl": "mok" if implementation == "mok" else "transformers_ep",
+                    "ms_median": round(median * 1e3, 2),
+                    "ms_min": round(min(values) * 1e3, 2),
+                    "ms_max": round(max(values) * 1e3, 2),
+                    "samples": len(values),
+                    "gflops": round(flops / median / 1e9, 1),
+                    "rel_error": error if implementation == "mok" else 0.0,
+                }
+            )
     total = {r["impl"]: r["ms_median"] for r in rows if r["pass"] == "forward+backward"}
     print(f"{'implementation':<18}{'pass':<18}{'median ms':>10}{'min':>9}{'max':>9}{'GFLOP/s':>9}")
     for r in rows:
@@ -208,21 +226,28 @@ def report(args, shape: Shape, ranks: int, samples, error: float, kept: dict[str
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         result = {
-            "commit": commit, "date": time.strftime("%Y-%m-%d"), "versions": versions, "threads": torch.get_num_threads(),
-            "rows": rows, "ratio": total["mok"] / total["transformers_ep"], "peak_mib": memory,
-            "saved_bytes": kept, "quarter_ring_rows": quarter,
-        }  # fmt: skip
+            "commit": commit,
+            "date": time.strftime("%Y-%m-%d"),
+            "versions": versions,
+            "threads": torch.get_num_threads(),
+            "rows": rows,
+            "ratio": total["mok"] / total["transformers_ep"],
+            "peak_mib": memory,
+            "saved_bytes": kept,
+            "quarter_ring_rows": quarter,
+        }
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def measured_memory(args, ranks: int, implementation: str, macrobatch: int | None) -> float:
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=0", __file__]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
     for name in ("experts", "hidden", "intermediate", "top_k", "tokens"):
         command.append(f"--{name}={getattr(args, name)}")
     command.append(f"--memory={implementation}")
     if macrobatch:
         command.append(f"--macrobatch={macrobatch}")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER_", "RANK", "WORLD", "LOCAL_", "GROUP_"))}  # fmt: skip
+    launcher = ("TORCHELASTIC", "MASTER_", "RANK", "WORLD", "LOCAL_", "GROUP_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(launcher)}
     out = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
     return float(next(line for line in out.splitlines() if line.startswith("MEMORY")).split()[1])
 

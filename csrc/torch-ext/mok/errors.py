@@ -29,8 +29,8 @@ class MoKTimeoutError(RuntimeError):
             text = f"EP rank {reporter} made no progress for {timeout_s:g} s ({phase})."
         else:
             text = (
-                f"EP rank {reporter} waited more than {timeout_s:g} s for EP rank {rank} ({phase}). Rank {rank} stopped,"
-                " or runs another number of MoE layers than the others, or needs a larger timeout_s."
+                f"EP rank {reporter} waited more than {timeout_s:g} s for EP rank {rank} ({phase}). Rank {rank}"
+                " stopped, or runs another number of MoE layers than the others, or needs a larger timeout_s."
             )
         super().__init__(f"[EP rank {own_rank}] {text} The workspace can not be used any more.")
 

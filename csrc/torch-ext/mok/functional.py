@@ -46,8 +46,8 @@ def moe(
 
     Args:
         x: [N, D] float32 or bfloat16. N may be 0 and differs from rank to rank; D is a multiple of 64.
-        top_k_index: [N, K] int32 or int64 global expert ids, K up to 16, repeats allowed. Below 0 or from E on a route is
-            masked: it adds nothing and its weight's gradient is 0.
+        top_k_index: [N, K] int32 or int64 global expert ids, K up to 16, repeats allowed. Below 0 or from E on a route
+            is masked: it adds nothing and its weight's gradient is 0.
         top_k_weights: [N, K] floating point; its gradient has its dtype.
         gate_up_proj: [L, 2I, D] of this rank's experts (global ids rank*L .. rank*L + L-1), gate rows first, x's dtype.
         down_proj: [L, D, I].
@@ -64,8 +64,8 @@ def moe(
         timeout_s: longest wait for another rank.
 
     Returns:
-        [N, D] in x's dtype. Gradients of the experts' weights are sums over the tokens of all ranks, those of `shared` and
-        `shared_scale` over this rank's. Nothing is divided.
+        [N, D] in x's dtype. Gradients of the experts' weights are sums over the tokens of all ranks, those of `shared`
+        and `shared_scale` over this rank's. Nothing is divided.
 
     Raises:
         ValueError: an input the kernel can not serve; nothing was launched.
@@ -92,10 +92,25 @@ def moe(
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     with timeouts(workspace.rank, workspace.timeout_s):
         return ops.forward(
-            handle, table, plan, x.contiguous(), ids, weights, gate_up_proj.contiguous(), down_proj.contiguous(),
-            _contiguous(gate), _contiguous(up), _contiguous(down), scale, swiglu_limit, ring, minibatch,
-            forward_comm, backward_comm, save,
-        )[0]  # fmt: skip
+            handle,
+            table,
+            plan,
+            x.contiguous(),
+            ids,
+            weights,
+            gate_up_proj.contiguous(),
+            down_proj.contiguous(),
+            _contiguous(gate),
+            _contiguous(up),
+            _contiguous(down),
+            scale,
+            swiglu_limit,
+            ring,
+            minibatch,
+            forward_comm,
+            backward_comm,
+            save,
+        )[0]
 
 
 def schedule(
@@ -133,32 +148,29 @@ def _contiguous(tensor: Tensor | None) -> Tensor | None:
 # -- autograd --------------------------------------------------------------------------------------------------------
 
 
+_SAVED = 12  # handle, table, plan, x, ids, weights, gate_up, down, shared gate, up and down, scale
+_WANTED = (3, 5, 6, 7, 8, 9, 10, 11)  # those of them that may have a gradient, in the order of backward's results
+
+
 def _setup_context(ctx, inputs, output):
-    (handle, table, plan, x, ids, weights, gate_up, down, gate, up, shared_down, scale, limit, _, minibatch, _, comm, save) = inputs  # fmt: skip
+    limit, _, minibatch, _, comm, save = inputs[_SAVED:]
     if save:
-        ctx.save_for_backward(
-            handle, table, plan, x, ids, weights, gate_up, down, gate, up, shared_down, scale, *output[1:]
-        )
+        ctx.save_for_backward(*inputs[:_SAVED], *output[1:])
     ctx.limit, ctx.minibatch, ctx.comm = limit, minibatch, comm
     # Only `out` has a gradient; without this the engine would fill rings of zeros for the others.
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, *_):
-    no_grads = (None,) * 18
+    no_grads = (None,) * (_SAVED + 6)
     if dout is None:
         return no_grads
-    handle, table, plan, x, ids, weights, gate_up, down, gate, up, shared_down, scale, *rings = ctx.saved_tensors
-    wanted = [3, 5, 6, 7, 8, 9, 10, 11]  # x, weights, gate_up, down, shared gate, up and down, scale
-    needs = sum(1 << bit for bit, i in enumerate(wanted) if ctx.needs_input_grad[i])
-    rank, timeout_s = int(handle[0]), int(handle[3]) / 1e9
-    with timeouts(rank, timeout_s):
-        results = ops.backward(
-            handle, table, plan, dout.contiguous(), x, ids, weights, gate_up, down, gate, up, shared_down, scale, *rings,
-            ctx.limit, ctx.minibatch, ctx.comm, needs,
-        )  # fmt: skip
+    handle, table, plan, *rest = ctx.saved_tensors
+    needs = sum(1 << bit for bit, i in enumerate(_WANTED) if ctx.needs_input_grad[i])
+    with timeouts(int(handle[0]), int(handle[3]) / 1e9):
+        results = ops.backward(handle, table, plan, dout.contiguous(), *rest, ctx.limit, ctx.minibatch, ctx.comm, needs)
     grads = list(no_grads)
-    for bit, i in enumerate(wanted):
+    for bit, i in enumerate(_WANTED):
         if needs >> bit & 1:
             grads[i] = results[bit]
     return tuple(grads)
@@ -173,7 +185,26 @@ def _(handle, ids, experts, hidden, element, capacity, ranks):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("forward"))
-def _(handle, table, plan, x, ids, weights, gate_up, down, gate, up, shared_down, scale, limit, ring, minibatch, forward_comm, backward_comm, save):  # fmt: skip
+def _(
+    handle,
+    table,
+    plan,
+    x,
+    ids,
+    weights,
+    gate_up,
+    down,
+    gate,
+    up,
+    shared_down,
+    scale,
+    limit,
+    ring,
+    minibatch,
+    forward_comm,
+    backward_comm,
+    save,
+):
     rows = ring if save else 0
     tokens, width = (x.shape[0], 2 * gate.shape[0]) if save and gate is not None else (0, 0)
     return (
@@ -185,7 +216,28 @@ def _(handle, table, plan, x, ids, weights, gate_up, down, gate, up, shared_down
 
 
 @torch.library.register_fake(add_op_namespace_prefix("backward"))
-def _(handle, table, plan, dout, x, ids, weights, gate_up, down, gate, up, shared_down, scale, ring_x, ring_gate_up, shared_gate_up, limit, minibatch, comm, needs):  # fmt: skip
+def _(
+    handle,
+    table,
+    plan,
+    dout,
+    x,
+    ids,
+    weights,
+    gate_up,
+    down,
+    gate,
+    up,
+    shared_down,
+    scale,
+    ring_x,
+    ring_gate_up,
+    shared_gate_up,
+    limit,
+    minibatch,
+    comm,
+    needs,
+):
     like = [x, weights, gate_up, down, gate, up, shared_down, scale]
     return tuple(torch.empty_like(t) if needs >> bit & 1 else x.new_empty(0) for bit, t in enumerate(like))
 
@@ -228,7 +280,9 @@ def _check(x, top_k_index, top_k_weights, gate_up, down, shared, shared_scale, p
                 f" [S, {hidden}]."
             )
         if tuple(shared_down.shape) != (hidden, widths["S"]):
-            raise ValueError(f"the shared expert's down has shape {tuple(shared_down.shape)}; it must be [{hidden}, S].")
+            raise ValueError(
+                f"the shared expert's down has shape {tuple(shared_down.shape)}; it must be [{hidden}, S]."
+            )
         weights.update(zip(("shared gate", "shared up", "shared down"), shared, strict=True))
     if shared_scale is not None and (shared is None or shared_scale.numel() != tokens):
         raise ValueError(
@@ -238,8 +292,8 @@ def _check(x, top_k_index, top_k_weights, gate_up, down, shared, shared_scale, p
     for name, value in widths.items():
         if value < WIDTH_STEP or value % WIDTH_STEP:
             raise ValueError(
-                f"{name} is {value}; the kernel's tiles need a multiple of {WIDTH_STEP}. Leave this layer native, or pad"
-                " the width in the checkpoint."
+                f"{name} is {value}; the kernel's tiles need a multiple of {WIDTH_STEP}. Leave this layer native, or"
+                " pad the width in the checkpoint."
             )
     for name, tensor in weights.items():
         if tensor.dtype != x.dtype:

@@ -19,8 +19,8 @@ DEFAULT_TIMEOUT_S = 600.0
 class _Words(array):
     """The workspace as the operators see it, and the memory it points to.
 
-    It is updated in place when buffers grow: the tensor over it, which a forward saves for its backward, always shows the
-    present addresses, and keeps them mapped as long as it lives.
+    It is updated in place when buffers grow: the tensor over it, which a forward saves for its backward, always shows
+    the present addresses, and keeps them mapped as long as it lives.
     """
 
     segments: list[torch.Tensor]
@@ -72,7 +72,7 @@ class Workspace:
     # -- forward boundaries ------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """A model's forward begins: its first MoE layer agrees with the other ranks on token counts, the others rely on it."""
+        """A model's forward begins: its first MoE layer agrees with the other ranks on token counts, for all of it."""
         self._in_forward, self._agreed = True, False
 
     def end_forward(self) -> None:
@@ -104,8 +104,9 @@ class Workspace:
         elif num_tokens > self._capacity:
             self.leave()
             raise ValueError(
-                f"EP rank {self.rank} has {num_tokens} tokens in this layer, more than the {self._capacity} that the ranks "
-                "agreed on at the first MoE layer of this forward. Set max_tokens_per_rank to the most any layer has."
+                f"EP rank {self.rank} has {num_tokens} tokens in this layer, more than the {self._capacity} that the"
+                " ranks agreed on at the first MoE layer of this forward. Set max_tokens_per_rank to the most any layer"
+                " has."
             )
         self._grow(top_k, hidden, dtype)
         return self._view
@@ -125,7 +126,9 @@ class Workspace:
         if num_bytes > self._num_bytes:
             self._num_bytes = num_bytes
             # One rank shares with nobody: its pages are taken only when they are used.
-            self._data = [torch.empty(num_bytes, dtype=torch.uint8)] if self.size == 1 else self._allocate("data", num_bytes)
+            self._data = (
+                [torch.empty(num_bytes, dtype=torch.uint8)] if self.size == 1 else self._allocate("data", num_bytes)
+            )
         self._refresh()
 
     def _open(self) -> None:

@@ -1,0 +1,220 @@
+"""Ragged ranks, masked routes, repeated experts, experts and ranks without tokens, frozen parts, saved state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.kernel.layers import Problem, assert_close, assert_equal, in_ranks, load, poison
+
+RAGGED = [[0, 1, 5, 51], [5, 51], [0, 7], [0, 0, 0, 0], [300, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("tokens", RAGGED, ids=str)
+def test_ragged_ranks(tokens: list[int]) -> None:
+    """Case 6."""
+    problem = Problem(tokens)
+    poison()
+    assert_close(problem.step(len(tokens)), problem.oracle(), 2e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_masked_routes(ranks: int) -> None:
+    """Case 3: -1 and ids from E on add nothing, and their weights have gradient zero, not what memory held."""
+    ids = torch.randint(-1, 9, (120, 4), generator=torch.Generator().manual_seed(1))
+    ids[7] = -1
+    ids[:, 0][ids[:, 0] == 8] = 1 << 20
+    problem = Problem([30, 30, 30, 30], ids=ids)
+    poison()
+    got = problem.step(ranks)
+    assert_close(got, problem.oracle(), 2e-6)
+    masked = (ids < 0) | (ids >= 8)
+    assert masked.any() and (got["weights"][masked] == 0).all() and (got["weights"][~masked] != 0).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_repeated_experts(ranks: int) -> None:
+    """A random DeepSeek-V4 sends every token to expert 0, K times."""
+    for ids in (torch.zeros(200, 3, dtype=torch.long), torch.randint(0, 2, (200, 5))):
+        problem = Problem([50, 50, 50, 50], ids=ids)
+        assert_close(problem.step(ranks), problem.oracle(), 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_everything_on_one_rank(dtype: torch.dtype) -> None:
+    """Case 5: experts without tokens have zero gradients, never None, never what memory held."""
+    ids = torch.randint(0, 2, (400, 3), generator=torch.Generator().manual_seed(2))
+    problem = Problem([100, 100, 100, 100], ids=ids, dtype=dtype)
+    for settings in ({}, {"macrobatch_size": 128, "minibatch_size": 128}):
+        poison()
+        results = problem.results(4, **settings)
+        for rank in (1, 2, 3):
+            for name in ("gate_up", "down"):
+                assert (results[rank][name] == 0).all()
+        assert (results[0]["gate_up"] != 0).any()
+
+
+def test_identical_tokens() -> None:
+    """Case 16: three quarters padding, all the same, so all on the same experts."""
+    problem = Problem([100, 100])
+    problem.parts["x"][50:] = problem.parts["x"][50]
+    problem.ids[50:] = problem.ids[50]
+    assert_close(problem.step(2), problem.oracle(), 2e-6)
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ("gate_up", "down"),
+        ("x",),
+        ("down",),
+        ("gate_up",),
+        ("x", "gate_up", "down"),
+        ("weights",),
+        ("shared_gate", "shared_up", "shared_down"),
+    ],
+    ids="+".join,
+)
+@pytest.mark.parametrize("macrobatch", [128, 1 << 20])
+def test_frozen_parts(frozen: tuple[str, ...], macrobatch: int) -> None:
+    """What is wanted has the bits it has when everything is wanted; what is not has no gradient."""
+    problem = Problem([150, 40], dtype=torch.bfloat16)
+    everything = problem.step(2)
+    poison()
+    got = problem.step(2, frozen=frozen, macrobatch_size=macrobatch)
+    assert set(everything) - set(got) == set(frozen)
+    assert_equal(got, {n: everything[n] for n in got})
+
+
+def test_one_rank_wants_dx_the_other_does_not() -> None:
+    """Frozen embeddings on one rank only: the expert's rank still pushes dX to the rank that wants it."""
+    mok, problem = load(), Problem([40, 60], shared_width=0)
+    group, p = mok.VirtualGroup(2), problem.parts
+    want = problem.oracle()["x"][:40]
+
+    def rank_step(rank: int):
+        rows, owned = (slice(0, 40), slice(40, 100))[rank], slice(rank * 4, rank * 4 + 4)
+        x = p["x"][rows].clone().requires_grad_(rank == 0)
+        gate_up = p["gate_up"][owned].clone().requires_grad_()
+        out = mok.moe(
+            x,
+            problem.ids[rows],
+            p["weights"][rows],
+            gate_up,
+            p["down"][owned],
+            workspace=mok.Workspace(group, rank=rank),
+        )
+        out.backward(problem.dout[rows])
+        return x.grad
+
+    got = in_ranks(2, rank_step)
+    assert got[1] is None
+    assert ((got[0] - want).norm() / want.norm()).item() < 2e-6
+
+
+# -- saved state -----------------------------------------------------------------------------------------------------
+
+
+def leaves_of(problem: Problem) -> dict[str, torch.Tensor]:
+    return {n: problem.parts[n].clone().requires_grad_() for n in problem.names()}
+
+
+@pytest.mark.parametrize("macrobatch", [128, 1 << 20])
+def test_second_backward(macrobatch: int) -> None:
+    """retain_graph: the backward reads what the forward saved and never writes it."""
+    mok, problem = load(), Problem([300])
+    leaves = leaves_of(problem)
+    args, keywords = problem.arguments(leaves, problem.ids)
+    out = mok.moe(*args, **keywords, workspace=mok.Workspace(), macrobatch_size=macrobatch)
+    first = torch.autograd.grad(out, list(leaves.values()), problem.dout, retain_graph=True)
+    poison()
+    second = torch.autograd.grad(out, list(leaves.values()), problem.dout)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("macrobatch", [128, 1 << 20])
+def test_two_calls_in_flight(order: tuple[int, int], macrobatch: int) -> None:
+    """Two micro-batches, of other shapes and dtypes, share one workspace and keep their own state."""
+    mok, problems = load(), [Problem([200], seed=1), Problem([900], seed=2, hidden=256, dtype=torch.bfloat16)]
+    alone = [p.step(1) for p in problems]
+    workspace, outs, leaves = mok.Workspace(), [], []
+    for problem in problems:
+        leaves.append(leaves_of(problem))
+        args, keywords = problem.arguments(leaves[-1], problem.ids)
+        outs.append(mok.moe(*args, **keywords, workspace=workspace, macrobatch_size=macrobatch))
+    poison()
+    for i in order:
+        outs[i].backward(problems[i].dout)
+        assert_equal({n: leaf.grad for n, leaf in leaves[i].items()}, {n: alone[i][n] for n in leaves[i]})
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("macrobatch", [128, 1 << 20])
+def test_checkpointing(reentrant: bool, macrobatch: int) -> None:
+    """The recomputed forward agrees on nothing new with the other ranks, and its gradients have the same bits."""
+    mok, problem = load(), Problem([51, 200])
+    plain, group = problem.results(2), mok.VirtualGroup(2)
+
+    def rank_step(rank: int):
+        rows, owned = (slice(0, 51), slice(51, 251))[rank], slice(rank * 4, rank * 4 + 4)
+        cut = {"x": rows, "weights": rows, "scale": rows, "gate_up": owned, "down": owned}
+        leaves = {n: problem.parts[n][cut.get(n, slice(None))].clone().requires_grad_() for n in problem.names()}
+        workspace = mok.Workspace(group, rank=rank, timeout_s=60)
+
+        def layer(*tensors: torch.Tensor) -> torch.Tensor:
+            args, keywords = problem.arguments(dict(zip(leaves, tensors, strict=True)), problem.ids[rows])
+            return mok.moe(*args, **keywords, workspace=workspace, macrobatch_size=macrobatch)
+
+        workspace.begin_forward()
+        out = checkpoint(layer, *leaves.values(), use_reentrant=reentrant)
+        workspace.end_forward()
+        out.backward(problem.dout[rows])
+        return {n: leaf.grad for n, leaf in leaves.items()}
+
+    for got, want in zip(in_ranks(2, rank_step), plain, strict=True):
+        assert_equal(got, {n: want[n] for n in got})
+
+
+def test_saved_shapes_do_not_depend_on_routing() -> None:
+    """Case 7: else checkpointing raises on one rank and hangs the others when a near tie falls the other way."""
+    mok, shapes = load(), []
+    for ids in (torch.zeros(200, 3, dtype=torch.long), torch.arange(600).reshape(200, 3) % 8, torch.full((200, 3), -1)):
+        problem, saved = Problem([200], ids=ids), []
+        args, keywords = problem.arguments(leaves_of(problem), problem.ids)
+
+        def pack(tensor: torch.Tensor, saved: list = saved) -> torch.Tensor:
+            saved.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            mok.moe(*args, **keywords, workspace=mok.Workspace())
+        shapes.append(saved)
+    assert shapes[0] == shapes[1] == shapes[2] and shapes[0]
+
+
+def test_ring_bounds_what_is_saved() -> None:
+    """With a ring of a quarter of the rows, what a call keeps shrinks to the ring."""
+    mok, problem = load(), Problem([1024], shared_width=0, experts=4)
+
+    def kept(**settings: int) -> int:
+        leaves, sizes = leaves_of(problem), {}
+        own = {t.untyped_storage().data_ptr() for t in leaves.values()}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        args, keywords = problem.arguments(leaves, problem.ids)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            mok.moe(*args, **keywords, workspace=mok.Workspace(), **settings)
+        return sum(sizes.values())
+
+    row = 4 * (problem.hidden + 2 * problem.intermediate)
+    rows = 1024 * 3
+    schedule = kept() - row * (rows + 128 * 4)
+    assert 0 < schedule < 0.1 * row * rows
+    assert kept(macrobatch_size=rows // 4) == row * rows // 4 + schedule
