@@ -1,7 +1,5 @@
 #include <algorithm>
 #include <cstring>
-#include <map>
-#include <mutex>
 
 #include "kernel.h"
 #include "team.h"
@@ -34,9 +32,11 @@ struct Backward {
   Buffer<T> replayed_gate_up = Buffer<T>(replays ? ring_rows * 2 * shape.intermediate : 0);
   Buffer<T> shared_weighted_h = Buffer<T>(shared ? shape.tokens * shape.shared : 0);
   Buffer<T> shared_d_gate_up = Buffer<T>(shared ? shape.tokens * 2 * shape.shared : 0);
-  // fp32 weight gradients of experts that a macrobatch boundary splits (bf16 only: an fp32 gradient is its own carry).
-  std::mutex carry_mutex{};
-  std::map<std::pair<int64_t, int64_t>, std::vector<float>> carry{};
+  // fp32 weight gradients of the expert that a macrobatch boundary splits, gate+up then down (bf16 only: an fp32
+  // gradient is its own carry). One is enough: waits.h orders its users.
+  const bool carries = replays && sizeof(T) < sizeof(float);
+  Buffer<float> carry_gate_up = Buffer<float>(carries ? 2 * shape.intermediate * shape.hidden : 0);
+  Buffer<float> carry_down = Buffer<float>(carries ? shape.intermediate * shape.hidden : 0);
 
   template <class V>
   V* symmetric(int64_t rank, int64_t offset, const V* local) const {
@@ -197,7 +197,8 @@ class Worker {
     const int64_t count = (part == 0 ? 2 : 1) * width * hidden;
     out += expert * count;
     const bool fresh = order_.wgrad_rounds(expert, macrobatch) == 1, last = order_.wgrad_last(expert, macrobatch);
-    float* sum = sum_of(out, count, expert, part, fresh && last);
+    float* carry = part == 0 ? b_.carry_gate_up.data() : b_.carry_down.data();
+    float* sum = sum_of(out, count, fresh && last ? nullptr : carry);
     const auto dy = [&](int64_t tile) { return b_.dy.data() + b_.ring.slot(tile) * kTileRows * hidden; };
     if (part == 0) {
       accumulate(sum, begin, end, expert, 2 * width, hidden, fresh,
@@ -207,24 +208,14 @@ class Worker {
       accumulate(sum, begin, end, expert, hidden, width, fresh, dy,
                  [&](int64_t tile) { return b_.weighted_h.data() + b_.ring.slot(tile) * kTileRows * width; });
     }
-    if (last) store(out, sum, count, expert, part);
+    if (last) store(out, sum, count);
   }
 
   // fp32 gradients are summed where they are wanted; bf16 ones in scratch, or in a carry when more macrobatches follow.
-  float* sum_of(float* out, int64_t, int64_t, int64_t, bool) { return out; }
-  float* sum_of(bfloat16*, int64_t count, int64_t expert, int64_t part, bool whole) {
-    if (whole) return scratch_.get(kSum, count);
-    const std::lock_guard<std::mutex> lock(b_.carry_mutex);
-    std::vector<float>& carry = b_.carry[{expert, part}];
-    carry.resize(count);
-    return carry.data();
-  }
-  void store(float*, const float*, int64_t, int64_t, int64_t) {}
-  void store(bfloat16* out, const float* sum, int64_t count, int64_t expert, int64_t part) {
-    Rows<bfloat16>::narrow(out, sum, count);
-    const std::lock_guard<std::mutex> lock(b_.carry_mutex);
-    b_.carry.erase({expert, part});
-  }
+  float* sum_of(float* out, int64_t, float*) { return out; }
+  float* sum_of(bfloat16*, int64_t count, float* carry) { return carry ? carry : scratch_.get(kSum, count); }
+  void store(float*, const float*, int64_t) {}
+  void store(bfloat16* out, const float* sum, int64_t count) { Rows<bfloat16>::narrow(out, sum, count); }
 
   void shared_dgrad(int64_t tile) {
     const int64_t hidden = b_.shape.hidden, width = b_.shape.shared;
@@ -270,7 +261,7 @@ class Worker {
     T* const outs[] = {b_.call.d_shared_gate, b_.call.d_shared_up, b_.call.d_shared_down};
     T* out = outs[part];
     if (!out) return;
-    float* sum = sum_of(out, width * hidden, 0, 0, true);
+    float* sum = sum_of(out, width * hidden, nullptr);
     for (int64_t first = 0; first < tokens; first += kTileRows) {
       const int64_t rows = min_of(kTileRows, tokens - first);
       if (part < 2) {
@@ -284,7 +275,7 @@ class Worker {
         gemm(sum, width, row_major(dy, rows, hidden, hidden).transposed(), row_major(h, rows, width, width), first > 0);
       }
     }
-    store(out, sum, width * hidden, 0, 0);
+    store(out, sum, width * hidden);
   }
 
   enum {
