@@ -5,20 +5,15 @@
 
 namespace mok::cuda::sm90 {
 
-// One wgmma group (a k-block) stays in flight while the stage before it is given back. The last tile's debts are settled on the way: its
-// stages once this tile's first k-block is issued, its count two k-blocks later, and both at once before any wait that may block,
-// because the operand waited for may depend on them.
+// One wgmma group (a k-block) stays in flight while the stage before it is given back. The last tile is counted on the way, when its stores
+// have had two k-blocks of time, but before any wait that may block, because the operand waited for may depend on it.
 __device__ __forceinline__ void multiply(float (&acc)[128], int blocks, uint32_t smem, uint32_t group, uint32_t empty_bar,
-                                         RingPosition<kStages>& stage, Pending& pending, Watch& watch) {
+                                         StageOrder& stage, Pending& pending, Watch& watch) {
   uint32_t previous = 0;
   for (int k = 0; k < blocks; ++k) {
     const uint32_t full = smem + Shared::kFull + 8 * stage.slot;
-    if (pending.any()) {
-      const bool ready = __all_sync(~0u, ptx::mbarrier_try(full, stage.phase));
-      if (!ready || k >= 1) pending.give_back(empty_bar);
-      if (!ready || k >= 3) pending.count();
-    }
-    wait_mbarrier(watch, full, stage.phase, kWaitOperand);
+    if (pending.counter != nullptr && (k >= 2 || !__all_sync(~0u, ptx::mbarrier_try(full, stage.phase())))) pending.settle(empty_bar);
+    wait_mbarrier(watch, full, stage.phase(), kWaitOperand);
     const uint32_t a = smem + stage.slot * kStageBytes + group * (kABytes / 2);
     const uint32_t b = smem + stage.slot * kStageBytes + kABytes;
     ptx::wgmma_fence();
@@ -48,70 +43,63 @@ __device__ __forceinline__ bool any_of_group(bool value, uint32_t group) {
   return result != 0;
 }
 
-// Takes over one stage that the producer handed to the epilogue; its address.
-__device__ __forceinline__ uint32_t borrow_stage(uint32_t smem, RingPosition<kStages>& stage, Pending& pending, Watch& watch) {
-  wait_mbarrier(watch, smem + Shared::kFull + 8 * stage.slot, stage.phase, kWaitOperand);
-  pending.release |= 1u << stage.slot;
-  const uint32_t address = smem + stage.slot * kStageBytes;
-  stage.advance();
-  return address;
-}
-
 __device__ __forceinline__ void compute_tiles(const ForwardParams& p, uint32_t smem, uint32_t group) {
   Watch watch = p.watch();
   const uint32_t cta = ptx::cta_rank_in_cluster();
   const int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
-  const int group8 = group * 8 + warp * 2;  // this warp's first group of 8 rows in the tile
+  const int in_tile = group * 64 + warp * 16;  // this warp's first row in the tile
   // Two lanes of a warp give stages back, one to each CTA.
   const uint32_t empty_bar = lane < 2 ? ptx::cluster_address(smem + Shared::kEmpty, lane) : 0;
   const uint32_t task_empty = ptx::cluster_address(smem + Shared::kTaskEmpty, 0);
   RingPosition<kTaskSlots> at;
-  RingPosition<kStages> stage;
+  StageOrder stage;
+  RingPosition<1> out;
+  bool out_sent = false;  // a down tile has been handed to the combine warp and may still lie in the windows
   Pending pending;
   float acc[128];
   for (;;) {
-    if (pending.any() && !__all_sync(~0u, ptx::mbarrier_try(smem + Shared::kTaskFull + 8 * at.slot, at.phase))) pending.settle(empty_bar);
+    if (pending.counter != nullptr && !__all_sync(~0u, ptx::mbarrier_try(smem + Shared::kTaskFull + 8 * at.slot, at.phase))) pending.settle(empty_bar);
     const Task task = read_task(smem, at, watch);
     if (any_of_group(task.is_end(), group)) break;
     const uint32_t kind = task.kind();
     const bool shared = kind >= kTaskSharedGateUp, gate_up = kind == kTaskGateUp || kind == kTaskSharedGateUp;
     const int tile_index = task.tile() + (task.two() ? cta : 0);
     const int column = task.column() + (task.two() ? 0 : cta);
-    const int in_tile = group8 * 8;
-    Tile tile;
-    tile.row0 = (shared ? tile_index : tile_index % p.ring_tiles) * kBlockM + in_tile;
-    tile.rows = shared ? p.tokens - tile.row0 : kBlockM;
-    tile.columns = gate_up ? (shared ? p.shared_inter : p.inter) : p.hidden;
-    tile.column = column * (gate_up ? kGateUpColumns : kDownColumns);
+    const Tile tile{(shared ? tile_index : tile_index % p.ring_tiles) * kBlockM + in_tile,
+                    column * (gate_up ? kGateUpColumns : kDownColumns), gate_up ? (shared ? p.shared_inter : p.inter) : p.hidden};
     const int width = gate_up ? p.hidden : (shared ? p.shared_inter : p.inter);
-
-    __nv_bfloat16* destination = nullptr;
-    if (!gate_up && lane < 16) {
-      if (shared) {
-        if (lane < tile.rows) destination = p.shared_y + static_cast<int64_t>(tile.row0 + lane) * p.hidden;
-      } else {
-        const int64_t entry = p.rows[static_cast<int64_t>(tile_index) * kRowsPerTile + in_tile + lane];
-        if (entry >= 0) destination = p.peer_routed[row_rank(entry)] + row_route(entry) * p.hidden;
-      }
-    }
 
     multiply(acc, width / kBlockK, smem, group, empty_bar, stage, pending, watch);
     if (thread == 0) ptx::mbarrier_arrive_cluster(task_empty + 8 * at.slot);
     at.advance();
-    pending.settle(empty_bar);  // only a tile of fewer than four k-blocks still owes anything here
-
-    const bool stores_gate_up = gate_up && p.stores_gate_up(), stores_hidden = gate_up && p.stores_hidden();
-    Room room{0, smem + Shared::kRest, 0};
-    if (!gate_up || stores_gate_up) room.stage = borrow_stage(smem, stage, pending, watch);
-    if (stores_hidden) room.hidden = borrow_stage(smem, stage, pending, watch);
-    if (tile.column >= tile.columns) continue;  // this CTA only helped its neighbour to load
+    pending.settle(empty_bar);  // only a tile of fewer than three k-blocks still owes anything here
+    if (!gate_up && !shared && thread == 0 && tile_index >= p.ring_tiles && tile.column < tile.columns)
+      ptx::red_release_gpu(p.down_done + tile_index, 1);
+    wait_mbarrier(watch, smem + Shared::kFull + 8 * stage.slot, stage.phase(), kWaitOperand);
+    const uint32_t borrowed = stage.borrow(gate_up);
+    if (tile.column >= tile.columns) {  // this CTA only helped its neighbour to load
+      if (empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * borrowed);
+      continue;
+    }
+    const Windows windows{{half_window(smem, borrowed, in_tile / 8), half_window(smem, borrowed, in_tile / 8 + 1)}};
+    if (out_sent) {
+      wait_mbarrier(watch, smem + Shared::kOutFree, out.phase, kWaitOperand);
+      out.advance();
+      out_sent = false;
+    }
     if (gate_up) {
-      gate_up_epilogue(acc, room, group8, tile, p.swiglu_limit, stores_gate_up ? (shared ? p.shared_gate_up : p.ring_gate_up) : nullptr,
-                       stores_hidden ? (shared ? p.shared_h_out : p.ring_h_out) : nullptr);
+      gate_up_epilogue(acc, windows, tile, p.swiglu_limit,
+                       p.stores_gate_up() ? (shared ? &p.shared_gate_up_out : &p.ring_gate_up_out) : nullptr,
+                       p.stores_hidden() ? (shared ? &p.shared_h_out : &p.ring_h_out) : nullptr);
       pending.counter = (shared ? p.shared_h_ready : p.h_ready) + tile_index;
+      pending.borrowed = borrowed;
     } else {
-      if (!shared && thread == 0 && tile_index >= p.ring_tiles) ptx::red_release_gpu(p.down_done + tile_index, 1);
-      output_epilogue(acc, room, group8, tile, destination);
+      output_epilogue(acc, windows);
+      if (lane == 0) {
+        if (in_tile == 0) ptx::store_shared_4(smem + Shared::kOutStage, borrowed);
+        ptx::mbarrier_arrive(smem + Shared::kOutFull);
+      }
+      out_sent = true;
     }
   }
   pending.settle(empty_bar);

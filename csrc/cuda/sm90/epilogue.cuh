@@ -1,9 +1,8 @@
-// What a consumer warp does with its 16 rows x 256 columns of a finished tile: round, SwiGLU, and send the rows off.
+// What a consumer warp does with its 16 rows x 256 columns of a finished tile: round, SwiGLU, and hand the rows to the copy engine.
 //
-// Rows go registers -> borrowed stages -> bulk stores of whole row segments (512 bytes of output to the route's owner; 256 bytes of gate, up
-// and h into the ring). The stores run while the next tile is multiplied; what is left to do once they have read (give the stages back) and
-// once they have written (count the tile) is a `Pending`, settled between the next tile's first k-blocks. With ordinary stores instead,
-// all SMs write at once and wait for it: 17 % of a down tile at K = 2048.
+// gate, up and h go into the ring as tensor stores of 16 rows x 64 columns, issued by the warp itself: six instructions a tile. Output rows
+// are scattered, a bulk store each; issuing 16 of them costs a warp about 2 us during which the tensor cores idle, so the combine warp does
+// it (combine.cuh). Either way the next tile is multiplied while the stores run.
 #pragma once
 #include "../numerics.cuh"
 #include "forward_params.cuh"
@@ -12,115 +11,109 @@ namespace mok::cuda::sm90 {
 
 struct Tile {
   int row0;     // first of this warp's 16 rows within the operand (ring row or token)
-  int rows;     // rows from there that exist (shared expert: the last token tile is short)
   int column;   // first output column (of gate, or of the output)
   int columns;  // width of the output matrix
 };
 
-// Where the tile's rows lie in shared memory; `group8` counts groups of 8 rows in the CTA's tile.
-struct Room {
-  uint32_t stage, rest, hidden;
-  __device__ __forceinline__ uint32_t rows(int group8) const {
-    return group8 < kGroupsInStage ? stage + group8 * 8 * kOutPitch : rest + (group8 - kGroupsInStage) * 8 * kOutPitch;
-  }
-  __device__ __forceinline__ uint32_t hidden_rows(int group8) const { return hidden + group8 * 8 * kHiddenPitch; }
-};
-
-// v[j] holds columns 8j + 2 * (lane % 4), + 1 of row lane / 4.
-__device__ __forceinline__ void put_rows(uint32_t rows, int pitch, const uint32_t (&v)[16]) {
-  const int lane = threadIdx.x % 32;
-  const uint32_t mine = rows + lane % 8 * pitch + lane / 8 * 16;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) ptx::store_matrix_x4(mine + j * 64, v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]);
-}
-
-// acc[4j + 2 half], acc[4j + 2 half + 1] of 16 blocks of 8 columns, rounded to bf16.
+// acc[4j + 2 half], acc[4j + 2 half + 1] of 16 blocks of 8 columns, rounded to bf16: columns 8j + 2 * (lane % 4), + 1 of row lane / 4.
 __device__ __forceinline__ void round_block(const float (&acc)[128], int first, int half, uint32_t (&v)[16]) {
 #pragma unroll
   for (int j = 0; j < 16; ++j) v[j] = ptx::pack_bf16(acc[4 * (first + j) + 2 * half], acc[4 * (first + j) + 2 * half + 1]);
 }
 
-// gate, up: acc[0 .. 63], acc[64 .. 127]. gate_up and h may be null.
-__device__ __forceinline__ void gate_up_epilogue(const float (&acc)[128], const Room& room, int group8, const Tile& tile, float limit,
-                                                 __nv_bfloat16* gate_up, __nv_bfloat16* h) {
+struct Windows {
+  uint32_t half[2];
+};
+
+// 8 rows x 128 columns, row-major.
+__device__ __forceinline__ void put_rows(uint32_t rows, const uint32_t (&v)[16]) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t mine = rows + lane % 8 * kOutPitch + lane / 8 * 16;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) ptx::store_matrix_x4(mine + j * 64, v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]);
+}
+
+// 8 rows x 128 columns into two boxes of 16 rows x 64 columns with the 128-byte swizzle, which goes by the address: bits 4-6 ^= bits 7-9.
+__device__ __forceinline__ void put_boxes(uint32_t boxes, int half, const uint32_t (&v)[16]) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t row = boxes + (8 * half + lane % 8) * 128, flip = row >> 7 & 7;
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    ptx::store_matrix_x4(row + j / 2 * 2048 + ((4 * (j % 2) + lane / 8) ^ flip) * 16, v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]);
+}
+
+// The warp's stores so far are visible to the copy engine; lane 0 then issues two boxes.
+__device__ __forceinline__ void send_boxes(const CUtensorMap* map, uint32_t boxes, int column, int columns_left, int row) {
+  if (threadIdx.x % 32 != 0) return;
+  ptx::tensor_store_2d(map, boxes, column, row);
+  if (columns_left > 64) ptx::tensor_store_2d(map, boxes + 2048, column + 64, row);
+}
+
+// gate, up: acc[0 .. 63], acc[64 .. 127]. Either map may be null. The windows are free again when lane 0's stores have read.
+__device__ __forceinline__ void gate_up_epilogue(const float (&acc)[128], const Windows& windows, const Tile& tile, float limit,
+                                                 const CUtensorMap* gate_up, const CUtensorMap* h) {
+  const int left = tile.columns - tile.column;
+  uint32_t hidden[2][16];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint32_t gate[16], up[16];
     round_block(acc, 0, half, gate);
     round_block(acc, 16, half, up);
     if (gate_up != nullptr) {
-      put_rows(room.rows(group8 + half), kOutPitch, gate);
-      put_rows(room.rows(group8 + half) + 256, kOutPitch, up);
+      put_boxes(windows.half[0], half, gate);
+      put_boxes(windows.half[1], half, up);
     }
-    if (h != nullptr) {
+    if (half == 1 && gate_up != nullptr) {
+      ptx::fence_proxy_async_shared();
+      __syncwarp();
+      send_boxes(gate_up, windows.half[0], tile.column, left, tile.row0);
+      send_boxes(gate_up, windows.half[1], tile.columns + tile.column, left, tile.row0);
+      ptx::bulk_commit();
+    }
+    if (h == nullptr) continue;
 #pragma unroll
-      for (int j = 0; j < 16; ++j)
-        gate[j] = ptx::pack_bf16(swiglu(ptx::bf16_low(gate[j]), ptx::bf16_low(up[j]), limit),
-                                 swiglu(ptx::bf16_high(gate[j]), ptx::bf16_high(up[j]), limit));
-      put_rows(room.hidden_rows(group8 + half), kHiddenPitch, gate);
-    }
+    for (int j = 0; j < 16; ++j)
+      hidden[half][j] = ptx::pack_bf16(swiglu(ptx::bf16_low(gate[j]), ptx::bf16_low(up[j]), limit),
+                                       swiglu(ptx::bf16_high(gate[j]), ptx::bf16_high(up[j]), limit));
   }
+  if (h == nullptr) return;
+  ptx::bulk_wait_read<0>();  // gate has left its place; the copy engine read it during the arithmetic above
+  __syncwarp();
+  put_boxes(windows.half[0], 0, hidden[0]);
+  put_boxes(windows.half[0], 1, hidden[1]);
   ptx::fence_proxy_async_shared();
   __syncwarp();
-  // Lanes 0-15: h and gate of a row; lanes 16-31: up.
-  const int lane = threadIdx.x % 32, row = lane % 16;
-  if (row < tile.rows) {
-    const int64_t width = tile.columns, at = static_cast<int64_t>(tile.row0 + row);
-    const uint32_t bytes = 2 * min(kGateUpColumns, tile.columns - tile.column);
-    if (h != nullptr && lane < 16)
-      ptx::bulk_store(h + at * width + tile.column, room.hidden_rows(group8 + row / 8) + row % 8 * kHiddenPitch, bytes);
-    if (gate_up != nullptr)
-      ptx::bulk_store(gate_up + at * 2 * width + (lane < 16 ? 0 : width) + tile.column,
-                      room.rows(group8 + row / 8) + row % 8 * kOutPitch + (lane < 16 ? 0 : 256), bytes);
-  }
+  send_boxes(h, windows.half[0], tile.column, left, tile.row0);
   ptx::bulk_commit();
 }
 
-// `destination`: lane r < 16 holds column 0 of row r's place (on its owner, for routed rows), or null.
-__device__ __forceinline__ void output_epilogue(const float (&acc)[128], const Room& room, int group8, const Tile& tile,
-                                                __nv_bfloat16* destination) {
+__device__ __forceinline__ void output_epilogue(const float (&acc)[128], const Windows& windows) {
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       uint32_t v[16];
       round_block(acc, 16 * side, half, v);
-      put_rows(room.rows(group8 + half) + 256 * side, kOutPitch, v);
+      put_rows(windows.half[half] + 256 * side, v);
     }
   ptx::fence_proxy_async_shared();
   __syncwarp();
-  const int row = threadIdx.x % 32;
-  if (destination != nullptr)
-    ptx::bulk_store(destination + tile.column, room.rows(group8 + row / 8) + row % 8 * kOutPitch,
-                    2 * min(kDownColumns, tile.columns - tile.column));
-  ptx::bulk_commit();
 }
 
-// What a warp still owes for its last tile.
+// A gate+up tile whose stores are under way: once they have written, it counts and its borrowed stage is free.
 struct Pending {
-  uint32_t release = 0;  // slots to give back (a bit each)
   uint32_t* counter = nullptr;
-  __device__ __forceinline__ bool any() const { return release != 0 || counter != nullptr; }
-
+  uint32_t borrowed = 0;
   // `empty_bar`: lanes 0 and 1 hold the first empty barrier of CTA 0 and 1, other lanes 0.
-  __device__ __forceinline__ void give_back(uint32_t empty_bar) {
-    if (release == 0) return;
-    ptx::bulk_wait_read<0>();
-    __syncwarp();
-    for (int slot = 0; slot < kStages; ++slot)
-      if ((release >> slot & 1) && empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * slot);
-    release = 0;
-  }
-  __device__ __forceinline__ void count() {
-    if (counter == nullptr) return;
-    ptx::bulk_wait_all();  // every lane for its own stores: written, not merely read out of shared memory
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::red_release_gpu(counter, 1);
-    counter = nullptr;
-  }
   __device__ __forceinline__ void settle(uint32_t empty_bar) {
-    give_back(empty_bar);
-    count();
+    if (counter == nullptr) return;
+    if (threadIdx.x % 32 == 0) {
+      ptx::bulk_wait_all();  // written, not merely read out of shared memory
+      ptx::red_release_gpu(counter, 1);
+    }
+    __syncwarp();
+    if (empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * borrowed);
+    counter = nullptr;
   }
 };
 

@@ -5,15 +5,18 @@
 // Roles     warp 0   lane 0: loads operands (load_operands)          40 registers
 //           warp 1   dispatch: peer rows -> ring (dispatch_rows)     40
 //           warp 2   lane 0 of the cluster's first CTA: takes tasks  40
-//           warp 3   idle                                            40
+//           warp 3   combine: output rows -> their owners (combine_rows) 40
 //           warps 4-7, 8-11   consumer warpgroups, 64 rows x 256 columns each   232
 // Barriers  (shared memory; arrivals, and who frees what)
 //           full[4]        1 + 48 KB: own producer's expectation; bytes come from both CTAs' producers
 //           empty[4]       16: the consumer warps of both CTAs, after the wgmma group that read the stage is complete
-//           A task ends with one or two stages that carry no operands: the producer hands them over (full, no bytes), consumers write
-//           the finished tile into them, bulk stores take it from there, and each warp frees them once its stores have read.
+//           Each tile ends with a stage that carries no operands: the producer hands it over (full, no bytes), consumers write the finished
+//           tile into it, and it is freed when the stores have read it: by each consumer warp (gate+up), or by the combine warps, eight
+//           arrivals to each CTA (down).
 //           task_full[2]   1: the scheduler, into both CTAs
-//           task_empty[2]  6, in the first CTA: producer (task read) and two warpgroups (tile multiplied) of both CTAs
+//           task_empty[2]  8, in the first CTA: loads and combine (task read) and two warpgroups (tile multiplied) of both CTAs
+//           out_full       8: the consumer warps, a down tile lies in the windows
+//           out_free       1: the combine warp, its stores have read the windows
 //           copy_full[8]   1 + a piece of a row: the dispatch warp's own pulls
 // Counters  (global memory, cleared by mok_schedule, indexed by absolute row tile)
 //           x_ready        128 rows landed                         dispatch -> load_operands
@@ -24,6 +27,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "../combine.cuh"
 #include "../dispatch.cuh"
 #include "../tensor_map.h"
 #include "compute.cuh"
@@ -50,9 +54,11 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
     }
     for (int i = 0; i < kTaskSlots; ++i) {
       ptx::mbarrier_init(smem + Shared::kTaskFull + 8 * i, 1);
-      ptx::mbarrier_init(smem + Shared::kTaskEmpty + 8 * i, 6);
+      ptx::mbarrier_init(smem + Shared::kTaskEmpty + 8 * i, 8);
     }
     for (int i = 0; i < kCopySlots; ++i) ptx::mbarrier_init(smem + Shared::kCopyFull + 8 * i, 1);
+    ptx::mbarrier_init(smem + Shared::kOutFull, kConsumerWarps);
+    ptx::mbarrier_init(smem + Shared::kOutFree, 1);
     ptx::mbarrier_init_fence();
   }
   ptx::cluster_sync();
@@ -65,6 +71,8 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
       if (p.dispatches()) dispatch_rows(p, smem);
     } else if (warp == 2) {
       if (threadIdx.x == 64 && ptx::cta_rank_in_cluster() == 0) schedule_tasks(p, smem);
+    } else {
+      combine_rows(p, smem);
     }
     __syncwarp();
   } else {
@@ -82,19 +90,23 @@ cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
   const ScheduleLayout s = ScheduleLayout::make(a);
   const ScratchLayout c = ScratchLayout::make(a);
   bool ok = true;
-  const auto rows = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count) {
-    if (base != nullptr && count > 0) ok = ok && make_row_map(map, base, width, count, kBlockK, kBoxRows);
+  const auto rows = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count, int box_rows = kBoxRows) {
+    if (base != nullptr && count > 0) ok = ok && make_row_map(map, base, width, count, kBlockK, box_rows);
   };
   const auto weights = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count, int64_t depth) {
     if (base != nullptr) ok = ok && make_weight_map(map, base, width, count, depth, kBlockK, kBoxColumns);
   };
   rows(p.ring_x, a.ring_x, a.hidden, ring_rows);
   rows(p.ring_h, a.ring_h, a.inter, ring_rows);
+  rows(p.ring_gate_up_out, a.ring_gate_up, 2 * static_cast<int64_t>(a.inter), ring_rows, 16);
+  rows(p.ring_h_out, a.ring_h, a.inter, ring_rows, 16);
   weights(p.gate_up_proj, a.gate_up_proj, a.hidden, a.inter, 2 * static_cast<int64_t>(a.local_experts));
   weights(p.down_proj, a.down_proj, a.inter, a.hidden, a.local_experts);
   if (a.shared_inter > 0) {
     rows(p.local_x, a.peer_x[a.rank], a.hidden, a.tokens);
     rows(p.shared_h, a.shared_h, a.shared_inter, a.tokens);
+    rows(p.shared_gate_up_out, a.shared_gate_up, 2 * static_cast<int64_t>(a.shared_inter), a.tokens, 16);
+    rows(p.shared_h_out, a.shared_h, a.shared_inter, a.tokens, 16);
     weights(p.shared_gate, a.shared_gate, a.hidden, a.shared_inter, 1);
     weights(p.shared_up, a.shared_up, a.hidden, a.shared_inter, 1);
     weights(p.shared_down, a.shared_down, a.shared_inter, a.hidden, 1);
@@ -114,10 +126,6 @@ cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
   p.down_done = at<uint32_t>(a.scratch, c.down_done);
   p.shared_h_ready = at<uint32_t>(a.scratch, c.shared_h_ready);
   p.ring_x_out = static_cast<__nv_bfloat16*>(a.ring_x);
-  p.ring_gate_up = static_cast<__nv_bfloat16*>(a.ring_gate_up);
-  p.ring_h_out = static_cast<__nv_bfloat16*>(a.ring_h);
-  p.shared_gate_up = static_cast<__nv_bfloat16*>(a.shared_gate_up);
-  p.shared_h_out = static_cast<__nv_bfloat16*>(a.shared_h);
   p.shared_y = static_cast<__nv_bfloat16*>(a.shared_y);
   p.abort_word = a.abort_word, p.record = a.record, p.timeout_ns = a.timeout_ns;
   p.columns = columns_of(a);

@@ -19,12 +19,16 @@ constexpr int kBBytes = kBlockN * kBlockK * 2;
 constexpr int kStageBytes = kABytes + kBBytes;
 constexpr int kTaskSlots = 2;                     // the task in hand and the next
 constexpr int kThreads = 384;
-// A finished tile leaves through a borrowed pipeline stage (tile_rows below) plus this room behind the stages. Rows of 256 bf16 lie 528
-// bytes apart, so that the eight rows of a fragment start in different banks; 88 of the 128 rows fit into a stage.
-constexpr int kOutPitch = 528, kHiddenPitch = 272;
-constexpr int kGroupsInStage = 11;                // groups of 8 rows
-constexpr int kRestBytes = (kBlockM / 8 - kGroupsInStage) * 8 * kOutPitch;
-static_assert(kGroupsInStage * 8 * kOutPitch <= kStageBytes && kBlockM * kHiddenPitch <= kStageBytes, "a tile does not fit");
+// A finished tile leaves through one stage borrowed from the pipeline and this room behind it, so that stores run while the next tile is
+// multiplied. It lies in 16 half windows of 8 rows of 256 bf16, 528 bytes apart (so the rows of a fragment start in different banks), two for
+// each consumer warp. The next tile's first k-blocks pass the borrowed stage by, until its stores have read it (StageOrder). Measured
+// (kimi gate+up / qwen down, TFLOP/s): ordinary stores 706 / 519, this room for a whole tile and three stages 643 / 587.
+constexpr int kOutPitch = 528;
+constexpr int kHalfWindow = 8 * kOutPitch;
+constexpr int kHalvesInStage = 11;
+constexpr int kRestBytes = (16 - kHalvesInStage) * kHalfWindow;
+constexpr int kPassedByGateUp = 5, kPassedByDown = 10;  // k-blocks; down rows take longer, since each is a store of its own
+static_assert(kHalvesInStage * kHalfWindow <= kStageBytes, "windows do not fit");
 constexpr int kCopyBytes = 14336;                 // dispatch ring
 constexpr int kCopySlots = 8;
 
@@ -35,16 +39,20 @@ struct Shared {
   static constexpr int kFull = kBarriers;                      // [stages] 1 arrival: own producer, + bytes from both CTAs
   static constexpr int kEmpty = kFull + 8 * kStages;           // [stages] 16 arrivals: eight consumer warps of each CTA
   static constexpr int kTaskFull = kEmpty + 8 * kStages;       // [slots] 1 arrival: the leader's scheduler
-  static constexpr int kTaskEmpty = kTaskFull + 8 * kTaskSlots; // [slots], leader's only: 6 arrivals, producer and two warpgroups of each CTA
+  static constexpr int kTaskEmpty = kTaskFull + 8 * kTaskSlots; // [slots], leader's only: 8 arrivals, loads, combine and two warpgroups of each CTA
   static constexpr int kCopyFull = kTaskEmpty + 8 * kTaskSlots; // [copy slots] 1 arrival + bytes
-  static constexpr int kTask = kCopyFull + 8 * kCopySlots;     // [slots] 8 bytes
-  static constexpr int kBytes = kTask + 8 * kTaskSlots;
+  static constexpr int kOutFull = kCopyFull + 8 * kCopySlots;  // 8 arrivals: consumer warps, output rows are in their windows
+  static constexpr int kOutFree = kOutFull + 8;                // 1 arrival: the combine warp has sent them
+  static constexpr int kTask = kOutFree + 8;                   // [slots] 8 bytes
+  static constexpr int kOutStage = kTask + 8 * kTaskSlots;     // 4 bytes: the stage that the down tile in the windows has borrowed
+  static constexpr int kBytes = kOutStage + 8;
 };
 static_assert(Shared::kBytes <= 232448, "more shared memory than an SM has");
 
 struct alignas(128) ForwardParams {
   CUtensorMap ring_x, ring_h, gate_up_proj, down_proj;
   CUtensorMap local_x, shared_h, shared_gate, shared_up, shared_down;
+  CUtensorMap ring_gate_up_out, ring_h_out, shared_gate_up_out, shared_h_out;  // stores: boxes of 16 rows
 
   const __nv_bfloat16* peer_x[MOK_MAX_RANKS];
   __nv_bfloat16* peer_routed[MOK_MAX_RANKS];
@@ -53,7 +61,7 @@ struct alignas(128) ForwardParams {
   const int64_t* rows;       // row table
   const uint64_t* tasks;
   uint32_t *tickets, *x_ready, *h_ready, *down_done, *shared_h_ready;
-  __nv_bfloat16 *ring_x_out, *ring_gate_up, *ring_h_out, *shared_gate_up, *shared_h_out, *shared_y;
+  __nv_bfloat16 *ring_x_out, *shared_y;
   uint32_t* abort_word;
   MokTimeoutRecord* record;
   uint64_t timeout_ns;
@@ -72,11 +80,6 @@ struct alignas(128) ForwardParams {
   __device__ __forceinline__ bool dispatches() const { return ladder == kMokWhole; }
 };
 
-// Stages that a task's epilogue borrows after its last k-block: one for 256 output columns (or for gate and up), one for h.
-__device__ __forceinline__ int borrowed_stages(const ForwardParams& p, bool gate_up) {
-  return gate_up ? (p.stores_gate_up() ? 1 : 0) + (p.stores_hidden() ? 1 : 0) : 1;
-}
-
 // Position in a ring of `kDepth` slots and the parity its barriers are waited for with.
 template <int kDepth>
 struct RingPosition {
@@ -85,6 +88,36 @@ struct RingPosition {
     if (++slot == kDepth) slot = 0, phase ^= 1;
   }
 };
+
+// The stages in the order in which the producer fills and the consumers drain them; all roles of both CTAs step through it alike. A tile's
+// epilogue takes the next stage out of the order for some k-blocks. Each stage has its own phase.
+struct StageOrder {
+  uint32_t slot = 0, phases = 0, borrowed = kStages;
+  int passed_by = 0;
+
+  __device__ __forceinline__ uint32_t phase() const { return phases >> slot & 1; }
+  __device__ __forceinline__ void advance() {
+    phases ^= 1u << slot;
+    slot = (slot + 1) % kStages;
+    if (passed_by > 0) {
+      if (slot == borrowed) slot = (slot + 1) % kStages;
+      --passed_by;
+    }
+  }
+  // After the tile's last k-block; returns the stage.
+  __device__ __forceinline__ uint32_t borrow(bool gate_up) {
+    const uint32_t taken = slot;
+    passed_by = 0;
+    advance();
+    borrowed = taken, passed_by = gate_up ? kPassedByGateUp : kPassedByDown;
+    return taken;
+  }
+};
+static_assert((kStages & (kStages - 1)) == 0, "slot arithmetic");
+
+__device__ __forceinline__ uint32_t half_window(uint32_t smem, uint32_t borrowed, int half) {
+  return smem + (half < kHalvesInStage ? borrowed * kStageBytes + half * kHalfWindow : Shared::kRest + (half - kHalvesInStage) * kHalfWindow);
+}
 
 // The next task of this cluster; every role of both CTAs reads the same sequence.
 __device__ __forceinline__ Task read_task(uint32_t smem, const RingPosition<kTaskSlots>& at, Watch& watch) {

@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_operands(const ForwardParams& p, uint32_t s
   const uint32_t cta = ptx::cta_rank_in_cluster();
   const uint32_t task_empty = ptx::cluster_address(smem + Shared::kTaskEmpty, 0);
   RingPosition<kTaskSlots> at;
-  RingPosition<kStages> stage;
+  StageOrder stage;
   for (;;) {
     const Task task = read_task(smem, at, watch);
     if (task.is_end()) break;
@@ -75,7 +75,7 @@ __device__ __forceinline__ void load_operands(const ForwardParams& p, uint32_t s
 
     if (!wait_rows(p, task, tile, watch)) break;
     for (int k = 0; k < width; k += kBlockK) {
-      if (!wait_mbarrier(watch, smem + Shared::kEmpty + 8 * stage.slot, stage.phase ^ 1, kWaitOperand)) break;
+      if (!wait_mbarrier(watch, smem + Shared::kEmpty + 8 * stage.slot, stage.phase() ^ 1, kWaitOperand)) break;
       const uint32_t full = smem + Shared::kFull + 8 * stage.slot;
       const uint32_t a = smem + stage.slot * kStageBytes, b = a + kABytes;
       ptx::mbarrier_expect(full, kStageBytes);
@@ -90,12 +90,11 @@ __device__ __forceinline__ void load_operands(const ForwardParams& p, uint32_t s
       }
       stage.advance();
     }
-    for (int i = borrowed_stages(p, gate_up); i > 0 && !watch.dead; --i) {
-      wait_mbarrier(watch, smem + Shared::kEmpty + 8 * stage.slot, stage.phase ^ 1, kWaitOperand);
-      ptx::mbarrier_arrive(smem + Shared::kFull + 8 * stage.slot);
-      stage.advance();
-    }
     if (watch.dead) break;
+    // A stage without operands: the epilogue's room, once every consumer of both CTAs is through with it.
+    wait_mbarrier(watch, smem + Shared::kEmpty + 8 * stage.slot, stage.phase() ^ 1, kWaitOperand);
+    ptx::mbarrier_arrive(smem + Shared::kFull + 8 * stage.slot);
+    stage.borrow(gate_up);
   }
   if (watch.dead) __nanosleep(1000000);  // loads that are under way land before the cluster may exit
 }
