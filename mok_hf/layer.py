@@ -106,6 +106,11 @@ def run_layer(
     """
     mok = kernel.load()
     state = state_of(experts)
+    if experts.__dict__.get("_is_replica"):
+        raise UnsupportedError(
+            f"{type(experts).__name__} runs in a replica of nn.DataParallel, which copies a model to several devices "
+            "of one process; the limit is one device per process. Start one process per GPU (accelerate launch)."
+        )
     device = hidden_states.device
     autocast = torch.is_autocast_enabled(device.type)
     # fp32 masters under autocast arrive as fp32: cast as autocast casts a linear layer's weight. `to` is

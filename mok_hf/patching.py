@@ -103,8 +103,8 @@ def world_size() -> int:
 def patch_model(model: nn.Module, mok_config: MoKConfig | None = None, strict: bool = True) -> PatchReport:
     """Puts every MoE block of a loaded model on the fused layer, in place. Collective if the model is distributed.
 
-    The router stays the model's own module. A model loaded with another `ep_implementation` is switched over. Patching
-    a patched model again applies the new `mok_config`.
+    The router stays the model's own module. A model loaded with another `ep_implementation` is switched over. A model
+    that is patched already is unpatched first, so that this call's `mok_config` applies.
 
     Args:
         model: a Transformers model, or PEFT's or DDP's wrapper around one.
@@ -116,8 +116,8 @@ def patch_model(model: nn.Module, mok_config: MoKConfig | None = None, strict: b
         The report, also kept as `model._mok_report`; print it.
 
     Raises:
-        UnsupportedError: the model, or with `strict` any of its blocks, cannot be served; nothing has been changed.
-        KernelNotFoundError, KernelMismatchError: no kernel, or ranks with different ones; nothing has been changed.
+        UnsupportedError: the model, or with `strict` any of its blocks, cannot be served; it is left unpatched.
+        KernelNotFoundError, KernelMismatchError: no kernel, or ranks with different ones; it is left unpatched.
     """
     register()
     unpatch_model(model)
@@ -126,8 +126,9 @@ def patch_model(model: nn.Module, mok_config: MoKConfig | None = None, strict: b
     ep_size, group = _expert_group(model, mesh)
     world = torch.distributed.group.WORLD if mesh is not None else None
 
-    plan = _together(world, lambda: _plan(model, ep_size, group, strict))
+    plan = _together(world, lambda: _plan(model, ep_size, strict))
     loaded = kernel.agree(world)
+    kernel.agree(group)  # now, so that building the plugs communicates no more: a rank that fails then strands nobody
     report = PatchReport(type(root).__name__, loaded, ep_size, [entry.report for entry in plan])
     fusible = [entry for entry in plan if entry.report.fused]
 
@@ -227,7 +228,7 @@ def _expert_group(model: nn.Module, mesh: Any) -> tuple[int, Any | None]:
     return mesh.get_mesh("ep").size(), mesh.get_mesh("ep").get_group()
 
 
-def _plan(model: nn.Module, ep_size: int, group: Any | None, strict: bool) -> list[_Entry]:
+def _plan(model: nn.Module, ep_size: int, strict: bool) -> list[_Entry]:
     """Looks at everything and changes nothing."""
     refusals.check_model(model, ep_size)
     entries = []

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 import mok_hf
 
 # Every way out of the process is closed before the import; a kernel or CUDA call would be seen too.
@@ -29,23 +31,23 @@ print(json.dumps({
 """
 
 
-def probe(**environment: str) -> dict:
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("MOK_", "HF_", "LOCAL_KERNELS"))}
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE], env=env | environment, capture_output=True, text=True, timeout=120
-    )
+@pytest.fixture(scope="module")
+def found():
+    """What a fresh process without a build, and cut off from every network, sees after the import."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MOK_", "HF_", "LOCAL_"))}
+    environment["MOK_KERNEL_PATH"] = "/nonexistent"
+    done = subprocess.run([sys.executable, "-c", PROBE], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_importing_loads_nothing_without_a_build():
-    found = probe(MOK_KERNEL_PATH="/nonexistent")
+def test_importing_loads_nothing(found):
     assert not found["kernel"] and not found["kernels"] and not found["initialised"]
 
 
-def test_only_public_names_are_exported():
+def test_only_public_names_are_exported(found):
     assert list(mok_hf.__all__) == sorted(mok_hf.__all__)
     assert {"MoKConfig", "distributed_config", "from_pretrained", "patch_model", "register", "unpatch_model"} <= {
         *mok_hf.__all__
     }
-    assert all(module.startswith("mok_hf.") for module in probe()["names"].values())
+    assert all(module.startswith("mok_hf.") for module in found["names"].values())

@@ -15,7 +15,6 @@ import mok_hf
 from mok_hf.loading import ExpertsNotLoadedError
 from mok_hf.verify import VerificationError, verify_loaded
 from tests.checkpoints import auto_class, batch
-from tests.distributed import run_ranks
 from tests.mok_hf.workers import inputs_of, kernel_calls, relative
 
 
@@ -166,18 +165,19 @@ def test_verification_notices_tensors_that_were_never_used(edited):
         verify_loaded(model, path, {})
 
 
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize(("world", "ep_size"), [(2, 1), (4, 2)])
-def test_sharded_loading_equals_one_process(checkpoints, world, ep_size):
-    path = checkpoints("deepseek_v3")
-    native = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+def test_sharded_loading_equals_one_process(checkpoints, ranks, world, ep_size):
+    native = AutoModelForCausalLM.from_pretrained(checkpoints("deepseek_v3"), dtype=torch.float32)
     expected = native(**inputs_of("deepseek_v3", 0)).logits
-    for rank in run_ranks(world, "tests.mok_hf.workers:load_and_verify", str(path), ep_size, timeout=170):
+    for rank in ranks(world, f"load at EP {ep_size}"):
         assert relative(rank["logits"], expected) < 2e-6
         assert not rank["missing"] and rank["calls"] == 2
         assert f"2 of 2 MoE blocks on the MoK kernel, EP {ep_size}" in rank["report"]
 
 
-def test_verification_catches_one_wrong_value_on_one_rank(checkpoints):
-    for kind, message in run_ranks(2, "tests.mok_hf.workers:verify_catches", str(checkpoints("deepseek_v3")), 2):
+@pytest.mark.timeout(420)
+def test_verification_catches_one_wrong_value_on_one_rank(ranks):
+    for kind, message in ranks(2, "verify catches"):
         assert kind == "VerificationError"
         assert "model.layers.1.mlp.experts.4.down_proj.weight differs" in message

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import mok_hf
 from mok_hf import UnsupportedError, kernel
 from tests.checkpoints import batch, make
-from tests.distributed import run_ranks
 from tests.mok_hf.workers import kernel_calls
 
 SMALL: dict[str, Any] = {
@@ -255,8 +254,8 @@ def test_kimi_k2_without_its_conversion(checkpoints, monkeypatch):
         mok_hf.patch_model(model)
 
 
-def test_what_is_refused_where_ranks_own_different_experts(checkpoints):
-    path = checkpoints("qwen2_moe")
+@pytest.mark.timeout(420)
+def test_what_is_refused_where_ranks_own_different_experts(ranks):
     limit = r"tp_size=2: the ranks of a tensor-parallel group hold the same batch.*the limit is tp_size=1.*fsdp_size"
     ddp = "DistributedDataParallel around a model whose experts are spread over 2 ranks.*rank 0's.*Drop the DDP wrapper"
     lora = r"PEFT has wrapped the experts in ParamWrapper.*works at ep_size=1 only. Load with ep_size=1"
@@ -276,8 +275,7 @@ def test_what_is_refused_where_ranks_own_different_experts(checkpoints):
         "accelerate's FSDP plugin, plug": plugin,
         "odd ep_size": r"ep_size=3 does not divide the number of processes, 2.*choose one of 1, 2",
     }
-    sliced = str(checkpoints("qwen3_moe"))
-    for rank in run_ranks(2, "tests.mok_hf.workers:refusals_at_two", str(path), "qwen2_moe", sliced, timeout=170):
+    for rank in ranks(2, "refusals"):
         assert rank.keys() == expected.keys()
         for name, words in expected.items():
             kind, message = rank[name]
@@ -286,9 +284,18 @@ def test_what_is_refused_where_ranks_own_different_experts(checkpoints):
                 raise UnsupportedError(message)
 
 
-def test_a_kernel_missing_on_one_rank_stops_all(checkpoints):
-    path = checkpoints("qwen2_moe")
-    ranks = run_ranks(2, "tests.mok_hf.workers:missing_kernel", str(path), "qwen2_moe", timeout=120)
+@pytest.mark.timeout(420)
+def test_a_kernel_missing_on_one_rank_stops_all(ranks):
+    found = ranks(2, "missing kernel")
     for name in ("patching", "loading"):
-        assert [rank[name][0] for rank in ranks] == ["KernelMismatchError", "KernelNotFoundError"]
-        assert all("rank 1 of 2 lacks the kernel" in rank[name][1] for rank in ranks)
+        assert [rank[name][0] for rank in found] == ["KernelMismatchError", "KernelNotFoundError"]
+        assert all("rank 1 of 2 lacks the kernel" in rank[name][1] for rank in found)
+
+
+def test_replicas_of_data_parallel():
+    model = make("qwen3_moe")
+    mok_hf.patch_model(model)
+    replica = blocks(model)[0]._replicate_for_data_parallel()
+    replica.experts = blocks(model)[0].experts._replicate_for_data_parallel()
+    with pytest.raises(UnsupportedError, match=r"replica of nn.DataParallel.*one process per GPU"):
+        replica.experts(torch.zeros(1, 128), torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,17 @@ from mok_hf.layer import STATE
 from tests.checkpoints import batch
 
 LENGTHS = ([5], [51], [2], [17, 3])  # of rank 0, 1, 2, 3: unequal, padded on the last
+
+
+def in_turn(calls: list[tuple[str, str, tuple[Any, ...]]]) -> dict[str, tuple[str, Any]]:
+    """Runs functions of this module one after the other: ("done", result) or ("failed", traceback) by name."""
+    results: dict[str, tuple[str, Any]] = {}
+    for name, function, arguments in calls:
+        try:
+            results[name] = ("done", globals()[function](*arguments))
+        except Exception:
+            results[name] = ("failed", traceback.format_exc())
+    return results
 
 
 def inputs_of(kind: str, rank: int) -> dict[str, torch.Tensor]:
@@ -138,7 +150,7 @@ def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
     return ((value - reference).norm() / reference.norm()).item()
 
 
-def fails_on_one_rank(path: str, kind: str) -> dict[str, Any]:
+def fails_on_one_rank(path: str) -> dict[str, Any]:
     """Patching while rank 1 alone has a wrapped block: all ranks raise, none is changed."""
     model = load(path, plug=False, function=False, ep_size=2)
     block = next(module for module in model.modules() if hasattr(module, "experts"))
@@ -152,7 +164,7 @@ def fails_on_one_rank(path: str, kind: str) -> dict[str, Any]:
     return {"error": error, "untouched": untouched, "patched_after": len(report.patched)}
 
 
-def fails_while_applying(path: str, kind: str) -> dict[str, Any]:
+def fails_while_applying(path: str) -> dict[str, Any]:
     """An error on rank 1 after some layers are patched: every layer is restored on every rank."""
     from mok_hf import patching
 
@@ -223,7 +235,7 @@ def ddp_at_one(path: str, kind: str) -> dict[str, Any]:
     return {"gradients": gradients(model), "used": everyone}
 
 
-def refusals_at_two(path: str, kind: str, sliced: str) -> dict[str, tuple[str, str]]:
+def refusals_at_two(path: str, sliced: str, kind: str) -> dict[str, tuple[str, str]]:
     """What is refused only where the experts are spread over ranks; `sliced` has a tensor-parallel plan."""
     from peft import LoraConfig, get_peft_model
 
@@ -294,23 +306,42 @@ def agreement(cases: list[list[str | None]]) -> list[tuple[str, str]]:
     return outcomes
 
 
-def missing_kernel(path: str, kind: str) -> dict[str, tuple[str, str]]:
+def missing_kernel(path: str) -> dict[str, tuple[str, str]]:
     """Rank 1 has no kernel: loading with the plug and patching raise on both ranks."""
+    from mok_hf import kernel
+
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=native_config(2))
+    loaded, path_set = kernel._loaded, os.environ.get("MOK_KERNEL_PATH")
+    kernel._agreed.clear()
     if dist.get_rank() == 1:
+        kernel._loaded = None
         os.environ["MOK_KERNEL_PATH"] = "/nonexistent"
     patching = outcome_of(lambda: mok_hf.patch_model(model, strict=False))
     loading = outcome_of(lambda: load(path, plug=True, function=False, ep_size=2))
+    kernel._loaded = loaded
+    os.environ.pop("MOK_KERNEL_PATH", None)
+    if path_set is not None:
+        os.environ["MOK_KERNEL_PATH"] = path_set
     return {"patching": patching, "loading": loading}
 
 
-def load_and_verify(path: str, ep_size: int) -> dict[str, Any]:
+def replicated_shards(path: str, kind: str) -> dict[str, Any]:
+    """HSDP: two replicas of a model whose experts are spread over two ranks."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, distributed_config=mok_hf.distributed_config(2, dp_replicate_size=2)
+    )
+    mok_hf.patch_model(model)
+    loss = step(model, kind)
+    return {"loss": loss, "gradients": gradients(model)}
+
+
+def load_and_verify(path: str, kind: str, ep_size: int) -> dict[str, Any]:
     """`mok_hf.from_pretrained(verify=True)`, then the full state dict in checkpoint names."""
     model, info = mok_hf.from_pretrained(
         AutoModelForCausalLM, path, ep_size=ep_size, verify=True, dtype=torch.float32, output_loading_info=True
     )
     with torch.no_grad():
-        logits = model(**inputs_of("deepseek_v3", 0)).logits
+        logits = model(**inputs_of(kind, 0)).logits
     return {
         "logits": logits,
         "missing": info["missing_keys"],
@@ -364,6 +395,25 @@ def token_count_marks(path: str, kind: str) -> dict[str, Any]:
         "whole": whole, "base": base, "failed": failed, "broken": broken, "unpatched": list(marks),
         "equal": torch.equal(first, second),
     }  # fmt: skip
+
+
+def growing_and_empty(path: str, kind: str) -> list[torch.Tensor]:
+    """Logits while rank 0 goes from 51 tokens to 5,000 to none and rank 1 stays at 51."""
+    model = load(path, plug=True, function=False, ep_size=2)
+    mok_hf.patch_model(model)
+    logits = []
+    for ids in ids_of(dist.get_rank()):
+        out = model(input_ids=ids).logits
+        out.square().sum().backward()
+        logits.append(out.detach())
+    return logits
+
+
+def ids_of(rank: int) -> list[torch.Tensor]:
+    """[B, T] ids of three steps: 51, 5,000 and 0 tokens on rank 0, always 51 on rank 1."""
+    shapes = [(1, 51), (100, 50), (0, 7)] if rank == 0 else [(1, 51)] * 3
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randint(3, 140, shape, generator=generator) for shape in shapes]
 
 
 def _raise(*_: Any) -> None:
