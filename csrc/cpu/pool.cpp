@@ -51,7 +51,7 @@ void Pool::give(Worker* worker) {
 void Pool::run(int count, const std::function<void(int)>& work) {
   Pool& pool = instance();
   std::mutex mutex;
-  std::condition_variable finished;
+  Condition finished;
   int left = count;
   std::vector<std::exception_ptr> errors(count);
   for (int i = 0; i < count; ++i) {

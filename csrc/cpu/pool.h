@@ -2,16 +2,29 @@
 // do not depend on torch.set_num_threads, and communication threads run whether or not compute is busy.
 #pragma once
 
-#include <condition_variable>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <pthread.h>
 #include <thread>
 #include <unistd.h>
 #include <vector>
 
 namespace mok::cpu {
+
+// std::condition_variable's wait became a newer symbol in GCC 12's library; POSIX's is in every glibc.
+class Condition {
+ public:
+  void notify_one() { pthread_cond_signal(&condition_); }
+  template <class Predicate>
+  void wait(std::unique_lock<std::mutex>& lock, const Predicate& predicate) {
+    while (!predicate()) pthread_cond_wait(&condition_, lock.mutex()->native_handle());
+  }
+
+ private:
+  pthread_cond_t condition_ = PTHREAD_COND_INITIALIZER;
+};
 
 class Pool {
  public:
@@ -22,7 +35,7 @@ class Pool {
  private:
   struct Worker {
     std::mutex mutex;
-    std::condition_variable changed;
+    Condition changed;
     std::function<void()> job;
   };
   static Pool& instance();
