@@ -9,6 +9,13 @@
 #include "kernel.h"
 #include "stable.h"
 
+// kernel-builder names the extension with a macro of its own.
+#if !defined(MOK_NAMESPACE)
+#define MOK_NAMESPACE TORCH_EXTENSION_NAME
+#endif
+#define MOK_QUOTED(name) #name
+#define MOK_TEXT(name) MOK_QUOTED(name)
+
 namespace mok::cpu {
 
 namespace {
@@ -280,6 +287,6 @@ STABLE_TORCH_LIBRARY_IMPL(MOK_NAMESPACE, CompositeExplicitAutograd, m) {
 #define MOK_INIT(name) MOK_CONCAT(PyInit_, name)
 PyMODINIT_FUNC MOK_INIT(MOK_NAMESPACE)(void) {
   static PyModuleDef module = {
-      PyModuleDef_HEAD_INIT, MOK_MODULE_NAME, nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+      PyModuleDef_HEAD_INIT, MOK_TEXT(MOK_NAMESPACE), nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

@@ -17,7 +17,41 @@ struct CopyRing {
   __device__ __forceinline__ uint32_t data(uint32_t i) const { return buffer + (i % slots) * piece; }
 };
 
-// All 32 lanes; lane 0 copies, all lanes clear padding rows.
+// Without a shared expert to begin with, the first gate+up tiles would wait for the dispatch warps' narrow rings (29 MB at kimi: 32 us). So
+// the consumer warps, idle until then, fetch those tiles themselves: two rows a warp, 16 bytes a lane, eight loads in flight.
+__device__ __forceinline__ void dispatch_head(const sm90::ForwardParams& p, int cta, int ctas) {
+  constexpr int kRows = 2;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
+  const int tiles = p.header->tiles, head = min(p.head_tiles, tiles);
+  const int pieces = p.hidden / 8;
+  for (int i = cta * kConsumerWarps + warp; i < head * (kRowsPerTile / kRows); i += ctas * kConsumerWarps) {
+    const int tile = tiles - 1 - i / (kRowsPerTile / kRows);
+    const int in_tile = i % (kRowsPerTile / kRows) * kRows;
+    for (int r = in_tile; r < in_tile + kRows; ++r) {
+      const int64_t entry = p.rows[static_cast<int64_t>(tile) * kRowsPerTile + r];
+      uint4* to = reinterpret_cast<uint4*>(p.ring_x_out + (static_cast<int64_t>(tile % p.ring_tiles) * kRowsPerTile + r) * p.hidden);
+      if (entry < 0) {
+        for (int j = lane; j < pieces; j += 32) to[j] = uint4{0, 0, 0, 0};
+        continue;
+      }
+      const uint4* from = reinterpret_cast<const uint4*>(p.peer_x[row_rank(entry)] + static_cast<int64_t>(row_route(entry) / p.topk) * p.hidden);
+      int j = lane;
+      for (; j + 7 * 32 < pieces; j += 8 * 32) {
+        uint4 v[8];
+#pragma unroll
+        for (int u = 0; u < 8; ++u) v[u] = __ldg(from + j + 32 * u);
+#pragma unroll
+        for (int u = 0; u < 8; ++u) to[j + 32 * u] = v[u];
+      }
+      for (; j < pieces; j += 32) to[j] = __ldg(from + j);
+    }
+    ptx::fence_proxy_async_global();
+    __syncwarp();
+    if (lane == 0) ptx::red_release_gpu(p.x_ready + tile, kRows);
+  }
+}
+
+// The dispatch warp, all 32 lanes; lane 0 copies, all lanes clear padding rows.
 __device__ __forceinline__ void dispatch_rows(const sm90::ForwardParams& p, uint32_t smem) {
   const int lane = threadIdx.x % 32;
   const int tiles = p.header->tiles;
@@ -28,15 +62,16 @@ __device__ __forceinline__ void dispatch_rows(const sm90::ForwardParams& p, uint
   for (;;) {
     uint32_t ticket = 0;
     if (lane == 0) ticket = atomicAdd(p.tickets + kDispatchTicket, 1u);
-    ticket = __shfl_sync(~0u, ticket, 0);
+    ticket = __shfl_sync(~0u, ticket, 0) + p.head_tiles * (kRowsPerTile / kDispatchRows);
     if (ticket >= tickets || __any_sync(~0u, watch.dead)) break;
     const int tile = tiles - 1 - ticket / (kRowsPerTile / kDispatchRows);
     const int in_tile = ticket % (kRowsPerTile / kDispatchRows) * kDispatchRows;
     const int64_t entry = lane < kDispatchRows ? p.rows[static_cast<int64_t>(tile) * kRowsPerTile + in_tile + lane] : 0;
     char* ring_rows = reinterpret_cast<char*>(p.ring_x_out) +
                       (static_cast<int64_t>(tile % p.ring_tiles) * kRowsPerTile + in_tile) * row_bytes;
-    if (lane == 0 && tile + p.ring_tiles < tiles) {
-      wait_counter(watch, p.h_ready + tile + p.ring_tiles, kConsumerWarps * p.columns.gate_up, kWaitSlot, tile);
+    if (lane == 0 && tile + p.lead_tiles < tiles) {
+      // lead_tiles <= ring_tiles. Running further ahead only pushes rows out of the L2 before they are multiplied.
+      wait_counter(watch, p.h_ready + tile + p.lead_tiles, kConsumerWarps * p.columns.gate_up, kWaitSlot, tile);
       ptx::fence_proxy_async();
     }
     __syncwarp();

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kCountThreads) count_kernel(const __grid_const
 // Units are numbered from the last expert to the first; unit u of an expert with n tiles is its last tile if n is odd and u is 0.
 struct Unit {
   int expert, tile, pairs_before, singles_before;  // tile: the lower one of a pair; before: among all units
-  bool two;
+  bool two, is_short;
 };
 
 __device__ Unit find_unit(const ScheduleArgs& s, int unit) {
@@ -81,6 +81,8 @@ __device__ Unit find_unit(const ScheduleArgs& s, int unit) {
   u.tile = u.two ? tiles[e + 1] - odd - 2 * (within - odd) - 2 : tiles[e + 1] - 1;
   u.pairs_before = pairs[experts] - pairs[e + 1] + (u.two ? within - odd : 0);
   u.singles_before = unit - u.pairs_before;
+  // The expert's last tile, and at most half of it used.
+  u.is_short = within == 0 && (s.expert_rows()[e] - 1) % kRowsPerTile < kRowsPerTile / 2;
   return u;
 }
 
@@ -179,7 +181,7 @@ __device__ void write_tasks(const ScheduleArgs& s, int index) {
   const auto write = [&](int base, uint32_t kind, int columns, const Unit& u, int pairs, int singles, int pairs_before, int singles_before) {
     for (int c = lane; c < columns; c += 32)
       if (u.two || c % 2 == 0)
-        s.tasks()[base + task_position(pairs, singles, c, pairs_before, singles_before)] = Task::make(kind, u.two, c, u.expert, u.tile).bits;
+        s.tasks()[base + task_position(pairs, singles, c, pairs_before, singles_before)] = Task::make(kind, u.two, c, u.expert, u.tile, u.is_short).bits;
   };
   if (index < h.units) {
     const Unit u = find_unit(s, index);
@@ -190,7 +192,8 @@ __device__ void write_tasks(const ScheduleArgs& s, int index) {
     write(order.down_base(m, gate_up_before, down_before), kTaskDown, s.columns.down, u, b.pairs, b.singles, p, q);
   } else if (index - h.units < (ts + 1) / 2) {
     const int i = index - h.units;
-    const Unit u{0, 2 * i, i, 0, 2 * i + 1 < ts};
+    const bool last = i == (ts + 1) / 2 - 1;
+    const Unit u{0, 2 * i, i, 0, 2 * i + 1 < ts, last && (s.a.tokens - 1) % kRowsPerTile < kRowsPerTile / 2};
     write(0, kTaskSharedGateUp, s.columns.shared_gate_up, u, ts / 2, ts % 2, i, 0);
     write(order.shared_down_base(gate_up_before), kTaskSharedDown, s.columns.shared_down, u, ts / 2, ts % 2, i, 0);
   }

@@ -27,14 +27,15 @@ constexpr int kDownColumns = 256;
 
 enum TaskKind : uint32_t { kTaskGateUp = 0, kTaskDown = 1, kTaskSharedGateUp = 2, kTaskSharedDown = 3 };
 
-// kind:2 | two tiles:1 | column:13 | expert:16 | tile:31 | end:1. For two tiles, `tile` is the lower one and CTA c takes tile + c; for
+// kind:2 | two tiles:1 | column:13 | expert:16 | tile:30 | short:1 | end:1. Short: the last tile has rows in its upper half only, so the
+// second consumer warpgroup has nothing to multiply. For two tiles, `tile` is the lower one and CTA c takes tile + c; for
 // one, `column` is even and CTA c takes column + c (which may lie beyond the matrix: then it only helps to load).
 struct Task {
   uint64_t bits;
 
-  MOK_HD static Task make(uint32_t kind, bool two, uint32_t column, uint32_t expert, uint32_t tile) {
+  MOK_HD static Task make(uint32_t kind, bool two, uint32_t column, uint32_t expert, uint32_t tile, bool is_short) {
     return {static_cast<uint64_t>(kind) | static_cast<uint64_t>(two) << 2 | static_cast<uint64_t>(column) << 3 |
-            static_cast<uint64_t>(expert) << 16 | static_cast<uint64_t>(tile) << 32};
+            static_cast<uint64_t>(expert) << 16 | static_cast<uint64_t>(tile) << 32 | static_cast<uint64_t>(is_short) << 62};
   }
   MOK_HD static Task end() { return {1ull << 63}; }
   MOK_HD bool is_end() const { return bits >> 63; }
@@ -42,7 +43,8 @@ struct Task {
   MOK_HD bool two() const { return bits >> 2 & 1; }
   MOK_HD int column() const { return bits >> 3 & 0x1fff; }
   MOK_HD int expert() const { return bits >> 16 & 0xffff; }
-  MOK_HD int tile() const { return bits >> 32 & 0x7fffffff; }
+  MOK_HD int tile() const { return bits >> 32 & 0x3fffffff; }
+  MOK_HD bool is_short() const { return bits >> 62 & 1; }
 };
 
 // Tasks of a group of `pairs` pairs and `singles` singles over `columns` column tiles.

@@ -7,13 +7,22 @@ namespace mok::cuda::sm90 {
 
 // One wgmma group (a k-block) stays in flight while the stage before it is given back. The last tile is counted on the way, when its stores
 // have had two k-blocks of time, but before any wait that may block, because the operand waited for may depend on it.
-__device__ __forceinline__ void multiply(float (&acc)[128], int blocks, uint32_t smem, uint32_t group, uint32_t empty_bar,
+__device__ __forceinline__ void multiply(float (&acc)[128], int blocks, bool idle, uint32_t smem, uint32_t group, uint32_t empty_bar,
                                          StageOrder& stage, Pending& pending, Watch& watch) {
   uint32_t previous = 0;
   for (int k = 0; k < blocks; ++k) {
     const uint32_t full = smem + Shared::kFull + 8 * stage.slot;
     if (pending.counter != nullptr && (k >= 2 || !__all_sync(~0u, ptx::mbarrier_try(full, stage.phase())))) pending.settle(empty_bar);
     wait_mbarrier(watch, full, stage.phase(), kWaitOperand);
+    if (idle && k > 0) {  // padding rows only: zeros, so one k-block gives the result; zeroing acc here instead spills it
+      if (k == 1) {
+        ptx::wgmma_wait<0>();
+        if (empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * previous);
+      }
+      if (empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * stage.slot);
+      stage.advance();
+      continue;
+    }
     const uint32_t a = smem + stage.slot * kStageBytes + group * (kABytes / 2);
     const uint32_t b = smem + stage.slot * kStageBytes + kABytes;
     ptx::wgmma_fence();
@@ -29,7 +38,7 @@ __device__ __forceinline__ void multiply(float (&acc)[128], int blocks, uint32_t
     stage.advance();
   }
   ptx::wgmma_wait<0>();
-  if (empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * previous);
+  if (empty_bar != 0 && !(idle && blocks > 1)) ptx::mbarrier_arrive_cluster(empty_bar + 8 * previous);
 #pragma unroll
   for (int i = 0; i < 128; ++i) asm volatile("" : "+f"(acc[i])::"memory");
 }
@@ -69,7 +78,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardParams& p, uint32_t s
                     column * (gate_up ? kGateUpColumns : kDownColumns), gate_up ? (shared ? p.shared_inter : p.inter) : p.hidden};
     const int width = gate_up ? p.hidden : (shared ? p.shared_inter : p.inter);
 
-    multiply(acc, width / kBlockK, smem, group, empty_bar, stage, pending, watch);
+    const bool idle = group == 1 && task.is_short() && (!task.two() || cta == 1);
+    multiply(acc, width / kBlockK, idle, smem, group, empty_bar, stage, pending, watch);
     if (thread == 0) ptx::mbarrier_arrive_cluster(task_empty + 8 * at.slot);
     at.advance();
     pending.settle(empty_bar);  // only a tile of fewer than three k-blocks still owes anything here

@@ -35,6 +35,8 @@
 
 namespace mok::cuda::sm90 {
 
+constexpr int kHeadTiles = 16;  // about one wave of gate+up: 66 clusters, 8 pairs of row tiles
+
 template <int kRanks>
 struct Launch {
   ForwardParams rank[kRanks];
@@ -77,6 +79,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
     __syncwarp();
   } else {
     ptx::registers_grow<232>();
+    if (p.dispatches()) dispatch_head(p, blockIdx.x % (gridDim.x / kRanks), gridDim.x / kRanks);
     compute_tiles(p, smem, warp / 4 - 1);
   }
   ptx::cluster_sync();  // no CTA leaves while the other may still signal its barriers
@@ -131,6 +134,11 @@ cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
   p.columns = columns_of(a);
   p.rank = a.rank, p.tokens = a.tokens, p.topk = a.topk, p.hidden = a.hidden, p.inter = a.inter;
   p.shared_inter = a.shared_inter, p.ring_tiles = a.ring_tiles, p.ladder = a.ladder, p.store_gate_up = a.store_gate_up, p.swiglu_limit = a.swiglu_limit;
+  const Lag lag = choose_lag(a.minibatch_tiles, a.ring_tiles);
+  // Gate+up of a tile waits for its whole minibatch and the one before, so dispatch must be allowed that far.
+  p.lead_tiles = max_of(a.lead_tiles > 0 ? a.lead_tiles : max_of(48, 3 * lag.minibatch), 2 * lag.minibatch + 1);
+  p.lead_tiles = min_of(p.lead_tiles, a.ring_tiles);
+  p.head_tiles = a.ladder == kMokWhole && a.shared_inter == 0 ? min_of(kHeadTiles, p.lead_tiles) : 0;
   const int row_bytes = a.hidden * 2;
   p.copies_per_row = static_cast<int>(ceil_div(row_bytes, kCopyBytes / 2));
   p.copy_bytes = static_cast<int>(ceil_div(ceil_div(row_bytes, p.copies_per_row), 16) * 16);

@@ -68,6 +68,7 @@ struct alignas(128) ForwardParams {
 
   Columns columns;
   int rank, tokens, topk, hidden, inter, shared_inter, ring_tiles;
+  int lead_tiles, head_tiles;  // how far dispatch may run ahead; tiles that the consumer warps fetch before they begin
   int ladder, store_gate_up;
   float swiglu_limit;
   int copy_bytes, copy_slots, copies_per_row;  // a row travels in copies_per_row pieces of at most copy_bytes
