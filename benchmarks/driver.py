@@ -21,7 +21,7 @@ class TimeoutRecord(ctypes.Structure):
 class ForwardArgs(ctypes.Structure):
     _fields_ = (
         [(n, ctypes.c_int32) for n in (
-            "rank ranks tokens max_tokens topk hidden inter shared_inter local_experts first_expert ring_tiles minibatch_tiles ladder "
+            "rank ranks tokens max_tokens topk hidden inter shared_inter local_experts first_expert ring_tiles minibatch_tiles lead_tiles ladder "
             "store_gate_up").split()]
         + [("swiglu_limit", ctypes.c_float), ("sm_limit", ctypes.c_int32), ("timeout_ns", ctypes.c_uint64)]
         + [(n, ctypes.c_void_p * MAX_RANKS) for n in "peer_x peer_ids peer_tokens peer_routed".split()]
@@ -52,6 +52,7 @@ def ptr(t):
 class Settings:
     ring_tiles: int = 0  # 0: everything fits
     minibatch_tiles: int = 16
+    lead_tiles: int = 0
     store_gate_up: bool = True
     swiglu_limit: float = 0.0
     sm_limit: int = 0
@@ -115,7 +116,7 @@ class Group:
         a = ForwardArgs(
             rank=rank, ranks=self.R, tokens=tokens, max_tokens=self.max_tokens, topk=self.topk, hidden=self.D, inter=self.I,
             shared_inter=self.S, local_experts=self.L, first_expert=rank * self.L, ring_tiles=self.ring_tiles,
-            minibatch_tiles=s.minibatch_tiles, ladder=s.ladder, store_gate_up=int(s.store_gate_up), swiglu_limit=s.swiglu_limit,
+            minibatch_tiles=s.minibatch_tiles, lead_tiles=s.lead_tiles, ladder=s.ladder, store_gate_up=int(s.store_gate_up), swiglu_limit=s.swiglu_limit,
             sm_limit=s.sm_limit, timeout_ns=int(s.timeout_s * 1e9))
         for r, o in enumerate(self.ranks):
             a.peer_x[r], a.peer_ids[r] = o["x"].data_ptr(), o["ids"].data_ptr()
