@@ -90,7 +90,7 @@ def dies(where: str) -> dict[str, Any]:
         report = {"rank": error.rank, "phase": error.phase, "text": str(error), "seconds": time.monotonic() - start}
     # Poisoned: whatever is called next raises at once.
     start = time.monotonic()
-    for call in (workspace.check, lambda: run_layer(problem, workspace)):
+    for call in (mok.check, lambda: run_layer(problem, workspace)):
         try:
             call()
         except mok.MoKTimeoutError:

@@ -4,7 +4,7 @@ from . import reference
 from .errors import MoKTimeoutError
 from .functional import moe, schedule
 from .symmetric import SymmetricBuffer, VirtualGroup
-from .workspace import Workspace, workspace
+from .workspace import Workspace, check, workspace
 
 # Raised whenever a caller written for the old API would break.
 API_LEVEL = 1
@@ -15,6 +15,7 @@ __all__ = [
     "SymmetricBuffer",
     "VirtualGroup",
     "Workspace",
+    "check",
     "moe",
     "reference",
     "schedule",

@@ -75,7 +75,7 @@ def moe(
     minibatch = _rows("minibatch_size", minibatch_size, _DEFAULT_MINIBATCH)
     forward_comm = _threads("fwd_comm_sms", fwd_comm_sms)
     backward_comm = _threads("bwd_comm_sms", bwd_comm_sms)
-    if timeout_s is not None and timeout_s != workspace.timeout_s:
+    if timeout_s is not None:
         workspace.timeout_s = timeout_s
     experts, top_k, hidden = gate_up_proj.shape[0], top_k_index.shape[1], x.shape[1]
 

@@ -135,7 +135,7 @@ class Workspace:
         if not self._control:
             self._control = self._allocate("control", _CONTROL_BYTES)
             self._data = [torch.empty(1, dtype=torch.uint8)] * self.size
-            self._refresh()
+        self._refresh()
 
     def _allocate(self, name: str, num_bytes: int) -> list[torch.Tensor]:
         if isinstance(self.group, VirtualGroup):
@@ -189,7 +189,12 @@ def workspace(
         found = _workspaces.get(key)
         if found is None:
             found = _workspaces[key] = Workspace(group, device)
-        if timeout_s is not None and timeout_s != found.timeout_s:
+        if timeout_s is not None:
             found.timeout_s = timeout_s
-            found._refresh()
         return found
+
+
+def check() -> None:
+    """Raises MoKTimeoutError if a wait of any group of this process has expired."""
+    for found in list(_workspaces.values()):
+        found.check()
