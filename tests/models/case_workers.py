@@ -10,25 +10,42 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.checkpoints import batch
-from tests.models.compare import gradients, poison_freed_memory, relative_error, relative_errors, step, whole, worst
+from tests.models.compare import (
+    FP32_LIMIT,
+    gradients,
+    poison_freed_memory,
+    relative_error,
+    relative_errors,
+    step,
+    whole,
+    worst,
+)
 from tests.models.ranks import moe_blocks, native, patched, rank_batch
-from tests.models.workers import any_rank
+from tests.models.workers import announce, any_rank, beyond_limits
 
 
-def three_steps(kind: str, path: Path, ep_size: int) -> tuple[list[float], list[float]]:
+def run_cases(cases: dict[tuple[str, str], Path]) -> dict[tuple[str, str], Any]:
+    """Runs functions of this module in one launch: (name, kind) -> checkpoint; the outcome of each."""
+    outcomes = {}
+    for (name, kind), path in cases.items():
+        announce(f"{name} {kind}")
+        outcomes[name, kind] = globals()[name](kind, path)
+    return outcomes
+
+
+def three_steps(kind: str, path: Path) -> tuple[list[float], list[float]]:
     """Losses of three training steps, native and patched, freed memory poisoned before each forward and backward."""
     losses = []
     for load in (native, patched):
-        model = load(kind, path, ep_size)
+        model = load(kind, path, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses.append(train(model, optimizer, [rank_batch(kind, dist.get_rank(), seed=i) for i in range(3)]))
     return losses[0], losses[1]
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, torch.Tensor]]) -> list[float]:
+def train(model: Any, optimizer: torch.optim.Optimizer, batches: list[dict[str, torch.Tensor]]) -> list[float]:
     """One optimizer step a batch; the losses."""
     losses = []
     for inputs in batches:
@@ -42,9 +59,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict
     return losses
 
 
-def gradients_of_equal_batches(kind: str, path: Path, ep_size: int) -> dict[str, torch.Tensor]:
+def gradients_of_equal_batches(kind: str, path: Path) -> dict[str, torch.Tensor]:
     """Gradients when every rank trains on the same batch: their mean is that batch's, whatever the EP size."""
-    model = patched(kind, path, ep_size)
+    model = patched(kind, path, dist.get_world_size())
     model(**batch(kind, [13, 7])).loss.backward()
     return gradients(model)
 
@@ -59,7 +76,7 @@ def everything_on_rank_zero(kind: str, path: Path) -> dict[str, Any]:
         results[name] = step(model, rank_batch(kind, dist.get_rank()))
         if name == "native":
             continue
-        mine = [p for block in moe_blocks(model) for p in block.experts.parameters()]
+        mine: list[Any] = [p for block in moe_blocks(model) for p in block.experts.parameters()]
         outcome["none"] = [p.grad is None for p in mine]
         outcome["largest"] = [p.grad.to_local().abs().max().item() for p in mine]
         before = [p.to_local().clone() for p in mine]
@@ -67,11 +84,13 @@ def everything_on_rank_zero(kind: str, path: Path) -> dict[str, Any]:
         optimizer.step()
         outcome["moved"] = [not torch.equal(p.to_local(), old) for p, old in zip(mine, before, strict=True)]
         outcome["states"] = sorted(sorted(state) for state in optimizer.state.values())
-    outcome["worst"] = worst(relative_errors(results["patched"], results["native"]))
+    errors = relative_errors(results["patched"], results["native"])
+    # Renormalised over one expert three times, the weights are constant: rounding is all there is to their gradient.
+    outcome["worst"] = worst({n: e for n, e in errors.items() if not n.endswith("gate.weight") and "hc" not in n})
     return outcome
 
 
-def route_to_first_experts(model: nn.Module) -> None:
+def route_to_first_experts(model: Any) -> None:
     """Makes every router pick experts 0 to 3: by the choice bias, or by the table of token ids (expert 0 each time)."""
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -81,29 +100,44 @@ def route_to_first_experts(model: nn.Module) -> None:
                 buffer.zero_()
 
 
-def ragged(kind: str, path: Path) -> list[tuple[float, str]]:
-    """Patched against native on 5 against 51 tokens, 0 against 7, and back; the worst error of each."""
+def ragged(kind: str, path: Path) -> list[dict[str, float]]:
+    """Patched against native on 5 against 51 tokens, 0 against 7 in the MoE layers, 54 against 2.
+
+    Returns:
+        Of each, the tensors outside the limits.
+    """
     rank = dist.get_rank()
     models = native(kind, path, 2), patched(kind, path, 2)
-    errors = []
-    for lengths in (([5], [51]), ([], [7]), ([51, 3], [1])):
-        inputs = batch(kind, lengths[rank]) if lengths[rank] else empty(kind)
-        labels = inputs.pop("labels")
+    outcome = []
+    for lengths, nothing in ((([5], [51]), False), (([4], [7]), True), (([51, 3], [2]), False)):
+        batches = [batch(kind, one) for one in lengths]
         results = []
         for model in models:
             model.zero_grad()
-            poison_freed_memory()
-            logits = model(**inputs).logits
-            # A sum: the mean over no tokens would be NaN.
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-            results.append({"logits": logits.detach()} | gradients(model))
-        errors.append(worst(relative_errors(results[1], results[0])))
-    return errors
+            handles = send_nothing(model) if nothing and rank == 0 else []
+            results.append(step(model, batches[rank]))
+            for handle in handles:
+                handle.remove()
+        errors = relative_errors(results[1], results[0])
+        limits = {name: error for name, error in errors.items() if not error <= FP32_LIMIT}
+        outcome.append(limits if nothing else beyond_limits(kind, path, errors, batches))
+    return outcome
 
 
-def empty(kind: str) -> dict[str, torch.Tensor]:
-    """A batch of no sequences."""
-    return {name: tensor[:0] for name, tensor in batch(kind, [7]).items()}
+def send_nothing(model: Any) -> list[Any]:
+    """The MoE blocks of this rank see no token (a whole model cannot: Transformers' attention reshapes to -1)."""
+
+    def take(block: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return args[0][:, :0], *args[1:]
+
+    def give(block: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        assert output.shape[1] == 0
+        return output.sum().expand(args[0].shape[0], 4, args[0].shape[2])
+
+    handles = []
+    for block in moe_blocks(model):
+        handles += [block.register_forward_pre_hook(take), block.register_forward_hook(give)]
+    return handles
 
 
 def exact_ties(kind: str, path: Path) -> dict[str, Any]:
@@ -124,9 +158,9 @@ def exact_ties(kind: str, path: Path) -> dict[str, Any]:
 
     model = tied(kind, path)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    calls: dict[nn.Module, int] = {}
+    calls: dict[Any, int] = {}
 
-    def flip(gate: nn.Module, args: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
+    def flip(gate: Any, args: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
         calls[gate] = calls.get(gate, 0) + 1
         if calls[gate] == 1 or dist.get_rank() != 0:
             return None
@@ -142,7 +176,7 @@ def exact_ties(kind: str, path: Path) -> dict[str, Any]:
     return {"equal": equal, "flipped": finite and recomputed_once and flipped.keys() == plain.keys()}
 
 
-def tied(kind: str, path: Path) -> nn.Module:
+def tied(kind: str, path: Path) -> Any:
     """A patched bf16 model whose experts 2j and 2j+1 always get the same logit."""
     model = patched(kind, path, 2, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -159,10 +193,10 @@ def tied(kind: str, path: Path) -> nn.Module:
     return model
 
 
-def aux_loss(kind: str, path: Path) -> dict[str, Any]:
+def aux_loss(kind: str, path: Path) -> dict[bool | None, Any]:
     """`output_router_logits=True` on padded batches, without and with both checkpointing modes, against native."""
     lengths = [[13, 4], [21, 2]][dist.get_rank()]
-    outcome = {}
+    outcome: dict[bool | None, Any] = {}
     for mode in (None, False, True):
         results, losses = [], []
         for load in (native, patched):
@@ -173,7 +207,7 @@ def aux_loss(kind: str, path: Path) -> dict[str, Any]:
             output = model(**batch(kind, lengths), output_router_logits=True)
             # Times 100: an auxiliary loss that trains nothing must show in the router's gradient.
             (output.loss + 100 * output.aux_loss).backward()
-            results.append(gradients(model))
+            results.append({name: g for name, g in gradients(model).items() if ".mlp." in name})
             losses.append(output.aux_loss.detach())
         errors = relative_errors(results[1], results[0])
         outcome[mode] = worst(errors), relative_error(losses[1], losses[0]), losses[0].item()
@@ -187,16 +221,19 @@ def generate(kind: str, path: Path) -> tuple[list[int], list[int]]:
     tokens = []
     for load in (native, patched):
         model = load(kind, path, 2).eval()
-        answer = model.generate(prompt, max_new_tokens=[7, 3][rank], do_sample=False, synced_gpus=True, eos_token_id=None)
+        length = [7, 3][rank]
+        answer = model.generate(
+            prompt, max_new_tokens=length, min_new_tokens=length, do_sample=False, synced_gpus=True
+        )
         tokens.append(answer[0].tolist())
     return tokens[0], tokens[1]
 
 
 def mostly_padding(kind: str, path: Path) -> tuple[float, str]:
     """Three quarters of the tokens are padding, all alike, and go to the same experts."""
-    lengths = [[48, 6, 4, 2, 1, 1], [30, 3, 2, 1]][dist.get_rank()]
+    lengths = [[48, 6, 4, 2, 2, 2], [30, 2, 2, 2, 2]][dist.get_rank()]
     inputs = batch(kind, lengths)
-    assert inputs["attention_mask"].float().mean() < 0.3
+    assert inputs["attention_mask"].float().mean() <= 0.26
     expected = step(native(kind, path, 2), inputs)
     return worst(relative_errors(step(patched(kind, path, 2), inputs), expected))
 
@@ -213,11 +250,11 @@ def conversions(root: Path, kinds: list[str]) -> dict[str, tuple[str | None, boo
     from tests.checkpoints import auto_class
     from tests.models.workers import original_state, unequal
 
-    def load(kind: str) -> nn.Module:
+    def load(kind: str) -> Any:
         config = DistributedConfig(fsdp_size=dist.get_world_size())
         return auto_class(kind).from_pretrained(root / kind, dtype=torch.float32, distributed_config=config)
 
-    def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    def state(model: Any) -> dict[str, torch.Tensor]:
         return {name: whole(tensor) for name, tensor in model.state_dict().items()}
 
     alone = {kind: load(kind) for kind in kinds}

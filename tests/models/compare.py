@@ -69,7 +69,7 @@ def beyond_fp32(errors: Mapping[str, float], own_errors: Callable[[], Mapping[st
     }
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: Any) -> torch.Tensor:
     """The full tensor of a DTensor (a collective), or a plain tensor as it is; detached copy."""
     full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach().clone()
@@ -86,7 +86,7 @@ def poison_freed_memory() -> None:
     del blocks
 
 
-def step(model: nn.Module, inputs: Mapping[str, Any], **kwargs: Any) -> dict[str, torch.Tensor]:
+def step(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> dict[str, torch.Tensor]:
     """Forward and backward of the model's own loss, freed memory poisoned before each.
 
     Returns:

@@ -12,7 +12,7 @@ from transformers.distributed import DistributedConfig
 
 import mok_hf
 from mok_hf.conversions import register_conversions
-from tests.checkpoints import KINDS, auto_class, batch
+from tests.checkpoints import auto_class, batch
 from tests.models.compare import gradients, in_fp64, relative_errors
 
 # Tokens of each sequence on ranks 0 to 3: never the same on two ranks, and never a multiple of anything.
@@ -26,7 +26,7 @@ def rank_batch(kind: str, rank: int, seed: int = 0, **kwargs: Any) -> dict[str, 
 
 def native(
     kind: str, path: Path, ep_size: int | None = None, dtype: torch.dtype = torch.float32, **kwargs: Any
-) -> PreTrainedModel:
+) -> Any:
     """The unpatched model: in this process alone, or with `ep_size` under FSDP2 and native expert parallelism."""
     register_conversions()  # Transformers alone loads Kimi-Linear and GLM-5-Next wrong when it shards
     if ep_size is not None:
@@ -59,18 +59,13 @@ def own_errors(kind: str, path: Path, batches: list[dict[str, torch.Tensor]]) ->
 
 def patched(
     kind: str, path: Path, ep_size: int = 1, dtype: torch.dtype = torch.float32, **kwargs: Any
-) -> PreTrainedModel:
+) -> Any:
     """The model on the fused layer; every MoE block of it, or this raises."""
     model = mok_hf.from_pretrained(auto_class(kind), path, ep_size=ep_size, dtype=dtype, **kwargs)
     assert isinstance(model, PreTrainedModel)
     return model.train()
 
 
-def moe_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+def moe_blocks(model: torch.nn.Module) -> list[Any]:
     """The MoE blocks of a model, patched or not, in order."""
     return [module for module in model.modules() if hasattr(module, "experts") and hasattr(module, "gate")]
-
-
-def takes_ids(kind: str) -> bool:
-    """Whether the model is called with `input_ids`."""
-    return not KINDS[kind].embeds

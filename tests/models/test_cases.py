@@ -17,9 +17,42 @@ from tests.models.case_workers import train
 from tests.models.compare import FP32_LIMIT, gradients, relative_error, relative_errors, step, worst
 from tests.models.ranks import moe_blocks, native, patched
 
+pytestmark = pytest.mark.timeout(500)
 # One of each form of block: ungated shared expert, none, gated, clamped with hash routing.
 FORMS = ["deepseek_v3", "qwen3_moe", "qwen3_next", "deepseek_v4"]
 WORKERS = "tests.models.case_workers"
+# What runs on two ranks, all in one launch: starting processes costs more than running tiny models.
+ON_TWO_RANKS = {
+    "three_steps": ["deepseek_v3", "qwen3_next"],
+    "gradients_of_equal_batches": ["deepseek_v3", "qwen3_next"],
+    "everything_on_rank_zero": ["deepseek_v3", "glm4_moe", "deepseek_v4"],
+    "ragged": ["qwen3_moe", "deepseek_v3"],
+    "exact_ties": ["qwen3_moe", "qwen3_next"],
+    "aux_loss": ["qwen3_moe", "qwen3_next"],
+    "generate": ["deepseek_v3", "qwen3_next"],
+    "mostly_padding": ["deepseek_v3", "qwen3_moe"],
+}
+
+
+def kinds_of(name):
+    return pytest.mark.parametrize("kind", ON_TWO_RANKS[name])
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(checkpoints):
+    """`on_two_ranks(name, kind)` -> what that function returned on each rank."""
+    cases = {(name, kind): checkpoints(kind) for name, kinds in ON_TWO_RANKS.items() for kind in kinds}
+    # A bias steers scores only; this DeepSeek-V4 picks experts by token id in every layer.
+    hashed = checkpoints("deepseek_v4", "deepseek_v4-hash", mlp_layer_types=["hash_moe"] * 3)
+    cases["everything_on_rank_zero", "deepseek_v4"] = hashed
+    ranks = run_ranks(2, f"{WORKERS}:run_cases", cases, timeout=400)
+    return lambda name, kind: [outcomes[name, kind] for outcomes in ranks]
+
+
+@pytest.fixture(scope="module")
+def on_four_ranks(checkpoints):
+    name = "gradients_of_equal_batches"
+    return run_ranks(4, f"{WORKERS}:run_cases", {(name, kind): checkpoints(kind) for kind in ON_TWO_RANKS[name]})
 
 
 @pytest.fixture
@@ -45,62 +78,56 @@ def test_three_steps_on_poisoned_memory(kind, checkpoints, uninitialised_memory_
     assert losses[1][0] != losses[1][1]
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
-def test_three_steps_on_poisoned_memory_on_two_ranks(kind, checkpoints):
-    for expected, losses in run_ranks(2, f"{WORKERS}:three_steps", kind, checkpoints(kind), 2):
+@kinds_of("three_steps")
+def test_three_steps_on_poisoned_memory_on_two_ranks(kind, on_two_ranks):
+    for expected, losses in on_two_ranks("three_steps", kind):
         assert losses == pytest.approx(expected, rel=1e-5, abs=0)
 
 
 # 4. Expert gradients exactly EP times too large.
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
-def test_gradients_do_not_grow_with_the_ep_size(kind, checkpoints):
-    path = checkpoints(kind)
-    model = patched(kind, path)
+@kinds_of("gradients_of_equal_batches")
+def test_gradients_do_not_grow_with_the_ep_size(kind, checkpoints, on_two_ranks, on_four_ranks):
+    model = patched(kind, checkpoints(kind))
     model(**batch(kind, [13, 7])).loss.backward()
     expected = gradients(model)
-    for ep_size in (2, 4):
-        for actual in run_ranks(ep_size, f"{WORKERS}:gradients_of_equal_batches", kind, path, ep_size):
-            for name, gradient in expected.items():
-                ratio = (actual[name] * gradient).sum() / gradient.square().sum()
-                assert ratio.item() == pytest.approx(1.0, abs=1e-5), (ep_size, name)
+    name = "gradients_of_equal_batches"
+    for actual in on_two_ranks(name, kind) + [outcomes[name, kind] for outcomes in on_four_ranks]:
+        for name, gradient in expected.items():
+            ratio = (actual[name] * gradient).sum() / gradient.square().sum()
+            assert ratio.item() == pytest.approx(1.0, abs=1e-5), name
 
 
 # 5. A rank whose experts get no tokens hangs, or leaves gradients None and the optimizer states drift apart.
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "deepseek_v4"])
-def test_experts_without_tokens_get_zero_gradients(kind, checkpoints):
-    # DeepSeek-V4 cannot be steered by a bias in its scored layers alone: all its layers route by token id here.
-    path = checkpoints(kind)
-    if kind == "deepseek_v4":
-        path = checkpoints(kind, "deepseek_v4-hash", mlp_layer_types=["hash_moe"] * 3)
-    first, second = run_ranks(2, f"{WORKERS}:everything_on_rank_zero", kind, path)
+@kinds_of("everything_on_rank_zero")
+def test_experts_without_tokens_get_zero_gradients(kind, on_two_ranks):
+    first, second = on_two_ranks("everything_on_rank_zero", kind)
     assert not any(first["none"]) and not any(second["none"])
     assert all(largest > 0 for largest in first["largest"])
     assert second["largest"] == [0.0] * len(second["largest"])
     assert all(first["moved"]) and not any(second["moved"])
     assert first["states"] == second["states"]
     for rank in (first, second):
-        assert rank["worst"][0] <= (1e-4 if kind == "deepseek_v4" else FP32_LIMIT), rank["worst"]
+        assert rank["worst"][0] <= FP32_LIMIT, rank["worst"]
 
 
 # 6. Unequal token counts deadlock.
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
-def test_ragged_ranks(kind, checkpoints):
-    for errors in run_ranks(2, f"{WORKERS}:ragged", kind, checkpoints(kind)):
-        assert max(error for error, _ in errors) <= FP32_LIMIT, errors
+@kinds_of("ragged")
+def test_ragged_ranks(kind, on_two_ranks):
+    assert on_two_ranks("ragged", kind) == [[{}, {}, {}], [{}, {}, {}]]
 
 
 # 7. Recomputation under checkpointing picks other experts on near ties: shapes differ, ranks hang.
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_next"])
-def test_exact_ties_under_whole_layer_checkpointing(kind, checkpoints):
-    for outcome in run_ranks(2, f"{WORKERS}:exact_ties", kind, checkpoints(kind)):
+@kinds_of("exact_ties")
+def test_exact_ties_under_whole_layer_checkpointing(kind, on_two_ranks):
+    for outcome in on_two_ranks("exact_ties", kind):
         assert outcome == {"equal": [True, True], "flipped": True}
 
 
@@ -198,20 +225,20 @@ def test_auxiliary_loss_with_padding(kind, checkpoints):
     assert any(gradient.abs().max() > 0 for gradient in results[0].values())
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_next"])
-def test_auxiliary_loss_under_checkpointing_on_two_ranks(kind, checkpoints):
-    for outcome in run_ranks(2, f"{WORKERS}:aux_loss", kind, checkpoints(kind)):
+@kinds_of("aux_loss")
+def test_auxiliary_loss_under_checkpointing_on_two_ranks(kind, on_two_ranks):
+    for outcome in on_two_ranks("aux_loss", kind):
         for mode, (error, loss_error, loss) in outcome.items():
             assert loss > 0 and loss_error <= FP32_LIMIT, (mode, loss_error)
-            assert error[0] <= 2 * FP32_LIMIT, (mode, error)
+            assert error[0] <= FP32_LIMIT, (mode, error)
 
 
 # 15. Generation, one token a step, of other lengths on each rank.
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
-def test_generate_lengths_differ_per_rank(kind, checkpoints):
-    (native_0, ours_0), (native_1, ours_1) = run_ranks(2, f"{WORKERS}:generate", kind, checkpoints(kind))
+@kinds_of("generate")
+def test_generate_lengths_differ_per_rank(kind, on_two_ranks):
+    (native_0, ours_0), (native_1, ours_1) = on_two_ranks("generate", kind)
     assert (ours_0, ours_1) == (native_0, native_1)
     assert (len(ours_0), len(ours_1)) == (4 + 7, 9 + 3)
 
@@ -219,9 +246,9 @@ def test_generate_lengths_differ_per_rank(kind, checkpoints):
 # 16. Three quarters of the tokens are padding.
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_moe"])
-def test_identical_padding_tokens(kind, checkpoints):
-    for error in run_ranks(2, f"{WORKERS}:mostly_padding", kind, checkpoints(kind)):
+@kinds_of("mostly_padding")
+def test_identical_padding_tokens(kind, on_two_ranks):
+    for error in on_two_ranks("mostly_padding", kind):
         assert error[0] <= FP32_LIMIT, error
 
 
@@ -230,7 +257,7 @@ def test_identical_padding_tokens(kind, checkpoints):
 
 def test_conversions_that_mix_rows_are_corrected_and_their_damage_is_refused(checkpoints):
     kinds = ["kimi_linear", "glm5_next", "kimi_k25"]
-    root = [checkpoints(kind) for kind in kinds][0].parent
+    root = {checkpoints(kind).parent for kind in kinds}.pop()
     for outcome in run_ranks(2, f"{WORKERS}:conversions", root, kinds):
         for problem, alone_is_wrong, corrected_is_wrong in outcome.values():
             assert alone_is_wrong and not corrected_is_wrong

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from mok_hf.capabilities import adapter_of
 from mok_hf.model_patches import ADAPTERS
-
 from tests.checkpoints import KINDS, batch
 from tests.models.compare import beyond_fp32, relative_errors, step
 from tests.models.ranks import moe_blocks, native, own_errors, patched
@@ -45,6 +45,7 @@ def test_every_row_of_the_model_table_is_built_by_a_checkpoint(checkpoints):
         for block in moe_blocks(native(kind, checkpoints(kind))):
             adapter = adapter_of(block)
             experts = type(block.experts)
+            assert adapter is not None
             assert adapter.experts == f"{experts.__module__}.{experts.__qualname__}"
             seen.add(adapter.block)
     assert seen == set(ADAPTERS)

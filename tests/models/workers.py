@@ -15,23 +15,40 @@ from tests.models.compare import FP32_LIMIT, beyond_fp32, relative_errors, step,
 from tests.models.ranks import native, own_errors, patched, rank_batch
 
 
-def parity(root: Path, kinds: list[str], ep_size: int) -> dict[str, dict[str, Any]]:
-    """Patched against native expert parallelism on ragged batches, per kind.
+def two_ranks(root: Path, kinds: list[str], saved: Path) -> dict[str, dict[str, Any]]:
+    """Everything asked of two ranks, in one launch."""
+    return {"parity": parity(root, kinds, 2), "saved": save_zero_reload(root, kinds, saved, 2)}
 
-    Returns:
-        Per kind "worst" (error, tensor) and "beyond", the tensors outside the limits on this rank.
-    """
+
+def four_ranks(root: Path, kinds: list[str], in_groups: list[str], saved: Path) -> dict[str, dict[str, Any]]:
+    """Everything asked of four ranks, in one launch; `saved` is what `two_ranks` wrote."""
+    return {
+        "parity": parity(root, kinds, 4),
+        "groups": parity(root, in_groups, 2),
+        "reloaded": reload(root, kinds, saved, 4),
+    }
+
+
+def parity(root: Path, kinds: list[str], ep_size: int) -> dict[str, dict[str, float]]:
+    """Patched against native expert parallelism on ragged batches; per kind the tensors outside the limits."""
     results = {}
     for kind in kinds:
         announce(kind)
-        path, inputs = root / kind, rank_batch(kind, dist.get_rank())
-        expected = step(native(kind, path, ep_size), inputs)
-        errors = relative_errors(step(patched(kind, path, ep_size), inputs), expected)
-        own: dict[str, float] = {}
-        if any_rank(not worst(errors)[0] <= FP32_LIMIT):
-            own = own_errors(kind, path, [rank_batch(kind, rank) for rank in range(dist.get_world_size())])
-        results[kind] = {"worst": worst(errors), "beyond": beyond_fp32(errors, lambda own=own: own)}
+        path, rank = root / kind, dist.get_rank()
+        batches = [rank_batch(kind, rank) for rank in range(dist.get_world_size())]
+        expected = step(native(kind, path, ep_size), batches[rank])
+        actual = step(patched(kind, path, ep_size), batches[rank])
+        results[kind] = beyond_limits(kind, path, relative_errors(actual, expected), batches)
     return results
+
+
+def beyond_limits(
+    kind: str, path: Path, errors: dict[str, float], batches: list[dict[str, torch.Tensor]]
+) -> dict[str, float]:
+    """`beyond_fp32` for a step in which rank r trained on `batches[r]`. Collective."""
+    late = any_rank(not worst(errors)[0] <= FP32_LIMIT)
+    own = own_errors(kind, path, batches) if late else {}
+    return beyond_fp32(errors, lambda: own)
 
 
 def save_zero_reload(root: Path, kinds: list[str], saved: Path, ep_size: int) -> dict[str, list[str]]:
@@ -84,10 +101,11 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 def unequal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
     """Names on one side only, and names of tensors that differ in any bit."""
     names = actual.keys() ^ expected.keys()
-    return sorted(names | {key for key in actual.keys() & expected.keys() if not torch.equal(actual[key], expected[key])})
+    common = actual.keys() & expected.keys()
+    return sorted(names | {key for key in common if not torch.equal(actual[key], expected[key])})
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: Any) -> torch.Tensor:
     """This rank's shard of a DTensor, or the tensor; shares its memory."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
