@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from mok_hf.model_patches import ADAPTERS
-
 from mok_hf.capabilities import BlockAdapter
+from mok_hf.model_patches import ADAPTERS
 
 FAMILIES = ("deepseek", "qwen", "glm", "kimi")
 

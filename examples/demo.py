@@ -8,6 +8,7 @@ loss does not fall.
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -23,8 +24,9 @@ from rich.table import Table
 
 FINETUNE = Path(__file__).with_name("finetune.py")
 RANKS = 2
-# Random models are chaotic when they learn fast: at 5e-4 a rounding in a Qwen3.5 router grew to 1e-3 of the loss.
-LEARNING_RATE = 2e-4
+# A router's near tie that rounds the other way sends a token to another expert. Random models that learn fast amplify
+# that: at 5e-4 it grew to 1e-3 of the loss within 40 steps.
+LEARNING_RATE = 1e-4
 TOLERANCE = 1e-4  # relative difference of a step's loss between the two implementations, fp32
 
 COMMON = {
@@ -128,7 +130,7 @@ class RunFailed(RuntimeError):
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
-    parser.add_argument("--max_steps", type=int, default=30)
+    parser.add_argument("--max_steps", type=int, default=25)
     parser.add_argument("--output_dir", type=Path, default=Path("demo-output"))
     args = parser.parse_args(argv)
 
@@ -194,10 +196,6 @@ def write_checkpoint(family: Family, folder: Path) -> None:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family.model_type, **family.config)
     model = getattr(transformers, family.model_class).from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("mlp.gate.weight"):
-                parameter.mul_(4)  # routes as decided as a trained router's: few near ties for rounding to settle
     model.save_pretrained(folder)
 
 
@@ -268,8 +266,10 @@ def read_losses(log: Path) -> list[float]:
 
 
 def worst_difference(result: dict[str, Any]) -> float:
-    """The largest relative difference of a step's loss between the two implementations."""
-    return max(abs(a - b) / abs(b) for a, b in zip(result["losses"], result["native_losses"], strict=True))
+    """The largest relative difference of a step's loss between the two implementations; NaN if any is."""
+    pairs = zip(result["losses"], result["native_losses"], strict=True)
+    differences = [abs(a - b) / abs(b) for a, b in pairs]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def failures_of(result: dict[str, Any]) -> list[str]:
