@@ -12,13 +12,15 @@ from tests.distributed import run_ranks
 # (name, function in workers.py, checkpoints whose paths it takes, further arguments)
 RUNS: dict[int, list[tuple[str, str, tuple[str, ...], tuple[Any, ...]]]] = {
     2: [
+        # First: it needs a process in which nothing has corrected Transformers' conversions yet.
+        ("wrong order", "rows_in_the_wrong_order", ("kimi_linear",), ("kimi_linear",)),
         ("combinations", "four_combinations", ("qwen2_moe",), ("qwen2_moe", 2)),
         ("switch", "switch", ("qwen2_moe",), ("qwen2_moe",)),
         ("wrapped on one rank", "fails_on_one_rank", ("qwen2_moe",), ()),
         ("error while applying", "fails_while_applying", ("qwen2_moe",), ()),
         ("shared expert", "shared_expert_variants", ("qwen2_moe",), ("qwen2_moe",)),
         ("token counts", "token_count_marks", ("qwen2_moe",), ("qwen2_moe",)),
-        ("growing and empty", "growing_and_empty", ("qwen2_moe",), ("qwen2_moe",)),
+        ("growing", "growing_and_shrinking", ("qwen2_moe",), ("qwen2_moe",)),
         ("refusals", "refusals_at_two", ("qwen2_moe", "qwen3_moe"), ("qwen2_moe",)),
         ("load at EP 1", "load_and_verify", ("deepseek_v3",), ("deepseek_v3", 1)),
         ("verify catches", "verify_catches", ("deepseek_v3",), (2,)),
@@ -44,9 +46,6 @@ def ranks(checkpoints) -> Callable[[int, str], list[Any]]:
                 for name, function, kinds, arguments in RUNS[world]
             ]
             done[world] = run_ranks(world, "tests.mok_hf.workers:in_turn", calls, timeout=380)
-        found = [rank[name] for rank in done[world]]
-        failures = [f"rank {number}:\n{one[1]}" for number, one in enumerate(found) if one[0] == "failed"]
-        assert not failures, "\n".join(failures)
-        return [value for _, value in found]
+        return [rank[name] for rank in done[world]]
 
     return results

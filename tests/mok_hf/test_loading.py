@@ -181,3 +181,13 @@ def test_verification_catches_one_wrong_value_on_one_rank(ranks):
     for kind, message in ranks(2, "verify catches"):
         assert kind == "VerificationError"
         assert "model.layers.1.mlp.experts.4.down_proj.weight differs" in message
+
+
+@pytest.mark.timeout(420)
+def test_rows_loaded_in_the_wrong_order_are_refused_and_verification_sees_them(ranks):
+    for rank in ranks(2, "wrong order"):
+        kind, message = rank["patching"]
+        assert kind == "UnsupportedError" and "conv1d.weight was loaded sharded" in message and "wrong order" in message
+        kind, message = rank["verifying"]
+        assert kind == "VerificationError" and "_conv1d.weight differs from the stored tensor" in message
+        assert rank["right"] == ("", "")

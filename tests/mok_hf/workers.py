@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -20,15 +19,12 @@ from tests.checkpoints import batch
 LENGTHS = ([5], [51], [2], [17, 3])  # of rank 0, 1, 2, 3: unequal, padded on the last
 
 
-def in_turn(calls: list[tuple[str, str, tuple[Any, ...]]]) -> dict[str, tuple[str, Any]]:
-    """Runs functions of this module one after the other: ("done", result) or ("failed", traceback) by name."""
-    results: dict[str, tuple[str, Any]] = {}
-    for name, function, arguments in calls:
-        try:
-            results[name] = ("done", globals()[function](*arguments))
-        except Exception:
-            results[name] = ("failed", traceback.format_exc())
-    return results
+def in_turn(calls: list[tuple[str, str, tuple[Any, ...]]]) -> dict[str, Any]:
+    """Runs functions of this module one after the other; results by name.
+
+    Nothing is caught: a rank that went on alone would leave the others waiting for it.
+    """
+    return {name: globals()[function](*arguments) for name, function, arguments in calls}
 
 
 def inputs_of(kind: str, rank: int) -> dict[str, torch.Tensor]:
@@ -362,6 +358,18 @@ def verify_catches(path: str, ep_size: int) -> tuple[str, str]:
     return outcome_of(lambda: verify_loaded(model, path, {}))
 
 
+def rows_in_the_wrong_order(path: str, kind: str) -> dict[str, tuple[str, str]]:
+    """A sharded load by plain Transformers that permutes rows of Kimi-Linear's convolutions; before mok_hf is used."""
+    from mok_hf.verify import verify_loaded
+
+    config = DistributedConfig(fsdp_size=dist.get_world_size())
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, distributed_config=config)
+    patching = outcome_of(lambda: mok_hf.patch_model(model))
+    verifying = outcome_of(lambda: verify_loaded(model, path, {}))
+    right = outcome_of(lambda: mok_hf.from_pretrained(AutoModelForCausalLM, path, ep_size=2, verify=True))
+    return {"patching": patching, "verifying": verifying, "right": right}
+
+
 def token_count_marks(path: str, kind: str) -> dict[str, Any]:
     """How often one model forward marks its start and end, and what an error in between leaves."""
     from mok_hf import kernel
@@ -397,8 +405,8 @@ def token_count_marks(path: str, kind: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def growing_and_empty(path: str, kind: str) -> list[torch.Tensor]:
-    """Logits while rank 0 goes from 51 tokens to 5,000 to none and rank 1 stays at 51."""
+def growing_and_shrinking(path: str, kind: str) -> list[torch.Tensor]:
+    """Logits while rank 0 goes from 51 tokens to 5,000 to one and rank 1 stays at 51."""
     model = load(path, plug=True, function=False, ep_size=2)
     mok_hf.patch_model(model)
     logits = []
@@ -410,8 +418,8 @@ def growing_and_empty(path: str, kind: str) -> list[torch.Tensor]:
 
 
 def ids_of(rank: int) -> list[torch.Tensor]:
-    """[B, T] ids of three steps: 51, 5,000 and 0 tokens on rank 0, always 51 on rank 1."""
-    shapes = [(1, 51), (100, 50), (0, 7)] if rank == 0 else [(1, 51)] * 3
+    """[B, T] ids of three steps: 51, 5,000 and 1 token on rank 0, always 51 on rank 1."""
+    shapes = [(1, 51), (100, 50), (1, 1)] if rank == 0 else [(1, 51)] * 3
     generator = torch.Generator().manual_seed(rank)
     return [torch.randint(3, 140, shape, generator=generator) for shape in shapes]
 
