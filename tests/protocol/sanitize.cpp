@@ -334,7 +334,7 @@ void run(uint64_t seed) {
   const std::vector<Settings> settings = {{1, 1, 1, 1}, {2, 1, 2, 3}, {3, 2, 3, 2}, {5, 5, 1, 3}, {40, 7, 2, 2}};
   check(make_problem<float>(random, {300, 0, 131}, 3, 64, 64, 128, 3, false, kNoLimit), 300, settings, 2e-6);
   check(make_problem<float>(random, {260, 170}, 2, 64, 64, 0, 2, true, 0.5f), 300, settings, 2e-6);
-  check(make_problem<bfloat16>(random, {200, 250}, 2, 128, 64, 64, 2, false, 0.7f), 256, settings, 1e-2);
+  check(make_problem<bfloat16>(random, {300, 400}, 2, 128, 64, 64, 2, false, 0.7f), 512, settings, 1e-2);
   check(make_problem<bfloat16>(random, {700}, 1, 64, 64, 0, 1, false, kNoLimit), 700, settings, 1e-2);
   check_failures();
 }
