@@ -42,6 +42,7 @@ class MokExpertParallel(EPImplementation):
             raise UnsupportedError(refusals.tensor_parallel(tp_mesh.size()))
         refusals.check_launch()
         kernel.agree(ep_mesh.get_group())
+        kernel.check_device(ep_mesh.device_type)
         state_of(experts)
         self.experts = experts
         experts.__dict__[PLUG] = self

@@ -104,6 +104,20 @@ def info() -> KernelInfo:
     return _describe(module, "in process", path)
 
 
+def check_device(device_type: str) -> None:
+    """Refuses a kernel that was not built for the device a model is on.
+
+    Raises:
+        KernelMismatchError: the loaded kernel is CPU-only and the device is not.
+    """
+    loaded = info()
+    if loaded.backend == "cpu" and device_type not in ("cpu", "meta"):
+        raise KernelMismatchError(
+            f"The kernel in {loaded.path} ({loaded.source}) is built for the CPU and the model is on {device_type}. "
+            f"Set MOK_KERNEL_PATH to a build for {device_type}, or keep the model on the CPU."
+        )
+
+
 def agree(group: Any | None) -> KernelInfo:
     """Loads the kernel on every rank of `group` and makes sure all have the same one. Collective unless it is None.
 
@@ -199,10 +213,15 @@ def _import(source: str, folder: Path) -> tuple[ModuleType, KernelInfo]:
     import torch
     from kernels import get_local_kernel
 
-    # A CUDA build of torch takes no CPU variant by itself; on a machine without a GPU the CPU variant is the one meant.
-    backend = None if torch.cuda.is_available() else "cpu"
     try:
-        module = get_local_kernel(folder, backend=backend)
+        try:
+            module = get_local_kernel(folder)
+        except FileNotFoundError:
+            if torch.version.cuda is None:
+                raise
+            # A CUDA build of torch takes no CPU variant by itself. It serves models on the CPU; check_device refuses it
+            # for the others.
+            module = get_local_kernel(folder, backend="cpu")
     except FileNotFoundError:
         raise
     except Exception as error:

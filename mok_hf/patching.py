@@ -134,6 +134,7 @@ def patch_model(model: nn.Module, mok_config: MoKConfig | None = None, strict: b
 
     def apply() -> None:
         for entry in fusible:
+            kernel.check_device(entry.experts.down_proj.device.type)
             _apply(entry, mesh, mok_config or MoKConfig())
         _mark_forwards(model, fusible, group)
 
@@ -230,17 +231,20 @@ def _expert_group(model: nn.Module, mesh: Any) -> tuple[int, Any | None]:
 
 def _plan(model: nn.Module, ep_size: int, strict: bool) -> list[_Entry]:
     """Looks at everything and changes nothing."""
+    from mok_hf.expert_parallel import MokExpertParallel
+
     refusals.check_model(model, ep_size)
     entries = []
     for name, block, adapter in _blocks(model):
         experts = base_experts(block.experts)
         problem = experts_problem(experts) if adapter is None else None
         problem = problem or block_problem(block, adapter, ep_size)
-        running = None
-        if problem is None:
-            running, problem = _running(experts, ep_size)
+        running, obstacle = _running(experts, ep_size)
+        problem = problem or obstacle
         report = LayerReport(name, type(block).__name__, problem is None, problem or "")
         report.replaced = f"{type(experts).__name__} ({running})"
+        if problem is not None and running == MokExpertParallel.__name__:
+            report.reason += " Its routed experts run on the kernel all the same, through ep_implementation='mok'."
         entries.append(_Entry(block, adapter, experts, report))
     refused: dict[str, list[str]] = {}
     for entry in entries:

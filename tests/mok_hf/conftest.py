@@ -13,7 +13,7 @@ from tests.distributed import run_ranks
 RUNS: dict[int, list[tuple[str, str, tuple[str, ...], tuple[Any, ...]]]] = {
     2: [
         # First: it needs a process in which nothing has corrected Transformers' conversions yet.
-        ("wrong order", "rows_in_the_wrong_order", ("kimi_linear",), ("kimi_linear",)),
+        ("wrong order", "rows_in_the_wrong_order", ("kimi_linear",), ()),
         ("combinations", "four_combinations", ("qwen2_moe",), ("qwen2_moe", 2)),
         ("switch", "switch", ("qwen2_moe",), ("qwen2_moe",)),
         ("wrapped on one rank", "fails_on_one_rank", ("qwen2_moe",), ()),

@@ -72,6 +72,10 @@ def test_a_block_wrapped_on_one_rank_stops_all_ranks(ranks):
     assert "failed on rank 1, so no rank was patched" in first["error"][1]
     assert "another wrapper has set" in first["error"][1]
     assert all(rank["untouched"] and rank["patched_after"] == 2 for rank in (first, second))
+    for rank in (first, second):  # strict=False on a model loaded with the plug: what native means there
+        assert "1 of 2 MoE blocks on the MoK kernel" in rank["half"]
+        assert "left native: another wrapper" in rank["half"]
+        assert "routed experts run on the kernel all the same, through ep_implementation='mok'" in rank["half"]
 
 
 def test_an_error_in_the_middle_restores_every_layer_on_every_rank(ranks):

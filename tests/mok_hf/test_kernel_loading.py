@@ -135,6 +135,14 @@ def test_another_api_level_is_refused(fresh):
         kernel.load()
 
 
+def test_a_cpu_kernel_is_refused_for_a_model_on_a_gpu(fresh):
+    folder = package(fresh / "repository" / "csrc")
+    kernel.check_device("cpu")
+    assert kernel.info().backend == "cpu"
+    with pytest.raises(KernelMismatchError, match=rf"{folder}.*built for the CPU and the model is on cuda.*MOK_KERNEL"):
+        kernel.check_device("cuda")
+
+
 def test_a_kernel_that_does_not_load_says_so(fresh):
     package(fresh / "repository" / "csrc", body="raise OSError('undefined symbol: torch_x')\n")
     with pytest.raises(KernelMismatchError, match=r"does not load: undefined symbol: torch_x.*make kernel"):
