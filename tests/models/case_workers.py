@@ -23,7 +23,7 @@ from tests.models.compare import (
     worst,
 )
 from tests.models.ranks import moe_blocks, native, patched, rank_batch
-from tests.models.workers import announce, any_rank, beyond_limits
+from tests.models.workers import announce, any_rank, beyond_limits, unequal
 
 
 def run_cases(cases: dict[tuple[str, str], Path]) -> dict[tuple[str, str], Any]:
@@ -140,6 +140,19 @@ def send_nothing(model: Any) -> list[Any]:
     return handles
 
 
+def checkpointed(kind: str, path: Path) -> list[bool]:
+    """Whether each checkpointing mode gives, bit for bit, the gradients of the run without."""
+    inputs = rank_batch(kind, dist.get_rank())
+    plain = step(patched(kind, path, 2), inputs)
+    equal = []
+    for reentrant in (False, True):
+        model = patched(kind, path, 2)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        recomputed = step(model, inputs)
+        equal.append(not unequal(recomputed, plain))
+    return equal
+
+
 def exact_ties(kind: str, path: Path) -> dict[str, Any]:
     """bf16 routers in which experts tie exactly, with each layer recomputed in backward.
 
@@ -248,7 +261,7 @@ def conversions(root: Path, kinds: list[str]) -> dict[str, tuple[str | None, boo
 
     from mok_hf.conversions import conversion_problem, register_conversions
     from tests.checkpoints import auto_class
-    from tests.models.workers import original_state, unequal
+    from tests.models.workers import original_state
 
     def load(kind: str) -> Any:
         config = DistributedConfig(fsdp_size=dist.get_world_size())

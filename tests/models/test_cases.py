@@ -27,6 +27,7 @@ ON_TWO_RANKS = {
     "gradients_of_equal_batches": ["deepseek_v3", "qwen3_next"],
     "everything_on_rank_zero": ["deepseek_v3", "glm4_moe", "deepseek_v4"],
     "ragged": ["qwen3_moe", "deepseek_v3"],
+    "checkpointed": ["deepseek_v3", "deepseek_v4", "kimi_linear"],
     "exact_ties": ["qwen3_moe", "qwen3_next"],
     "aux_loss": ["qwen3_moe", "qwen3_next"],
     "generate": ["deepseek_v3", "qwen3_next"],
@@ -123,6 +124,11 @@ def test_ragged_ranks(kind, on_two_ranks):
 
 
 # 7. Recomputation under checkpointing picks other experts on near ties: shapes differ, ranks hang.
+
+
+@kinds_of("checkpointed")
+def test_whole_layer_checkpointing_changes_no_bit(kind, on_two_ranks):
+    assert on_two_ranks("checkpointed", kind) == [[True, True], [True, True]]
 
 
 @kinds_of("exact_ties")
@@ -234,6 +240,16 @@ def test_auxiliary_loss_under_checkpointing_on_two_ranks(kind, on_two_ranks):
 
 
 # 15. Generation, one token a step, of other lengths on each rank.
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not KINDS[kind].embeds])
+def test_generate_in_one_process(kind, checkpoints):
+    prompt = batch(kind, [5, 5])["input_ids"]
+    answers = []
+    for load in (native, patched):
+        model = load(kind, checkpoints(kind)).eval()
+        answers.append(model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False).tolist())
+    assert answers[1] == answers[0]
 
 
 @kinds_of("generate")

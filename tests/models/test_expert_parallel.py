@@ -17,11 +17,16 @@ pytestmark = pytest.mark.timeout(600)
 WORKERS = "tests.models.workers"
 # Four ranks at EP 2: two groups, each expert held twice and its gradient summed over both.
 TWO_GROUPS = ["deepseek_v3", "qwen3_next", "deepseek_v4"]
+# Two ranks at EP 1: FSDP shards the experts too, and each rank gathers all of them.
+WITHOUT_EP = ["deepseek_v3", "qwen3_next", "deepseek_v4", "kimi_linear", "glm5_next", "qwen3_omni_moe_talker"]
+UNNORMALISED = [f"{kind}@unnormalised" for kind in ("qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe")]
 
 
 @pytest.fixture(scope="module")
 def root(checkpoints):
     """Folder of all checkpoints, built."""
+    for variant in UNNORMALISED:
+        checkpoints(variant.partition("@")[0], variant, norm_topk_prob=False)
     return {checkpoints(kind).parent for kind in KINDS}.pop()
 
 
@@ -33,7 +38,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_ranks(root, saved):
-    return run_ranks(2, f"{WORKERS}:two_ranks", root, list(KINDS), saved, timeout=500)
+    return run_ranks(2, f"{WORKERS}:two_ranks", root, list(KINDS), UNNORMALISED, WITHOUT_EP, saved, timeout=500)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +49,16 @@ def four_ranks(root, saved, two_ranks):
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_match_native_expert_parallelism(kind, two_ranks):
     assert [rank["parity"][kind] for rank in two_ranks] == [{}, {}]
+
+
+@pytest.mark.parametrize("variant", UNNORMALISED)
+def test_unnormalised_routing_weights_on_two_ranks(variant, two_ranks):
+    assert [rank["parity"][variant] for rank in two_ranks] == [{}, {}]
+
+
+@pytest.mark.parametrize("kind", WITHOUT_EP)
+def test_two_ranks_without_expert_parallelism_match_fsdp(kind, two_ranks):
+    assert [rank["without_ep"][kind] for rank in two_ranks] == [{}, {}]
 
 
 @pytest.mark.parametrize("kind", KINDS)

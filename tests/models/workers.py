@@ -15,9 +15,15 @@ from tests.models.compare import FP32_LIMIT, beyond_fp32, relative_errors, step,
 from tests.models.ranks import native, own_errors, patched, rank_batch
 
 
-def two_ranks(root: Path, kinds: list[str], saved: Path) -> dict[str, dict[str, Any]]:
-    """Everything asked of two ranks, in one launch."""
-    return {"parity": parity(root, kinds, 2), "saved": save_zero_reload(root, kinds, saved, 2)}
+def two_ranks(
+    root: Path, kinds: list[str], variants: list[str], without_ep: list[str], saved: Path
+) -> dict[str, dict[str, Any]]:
+    """Everything asked of two ranks, in one launch. A variant is named "kind@variant"."""
+    return {
+        "parity": parity(root, kinds + variants, 2),
+        "without_ep": parity(root, without_ep, 1),
+        "saved": save_zero_reload(root, kinds, saved, 2),
+    }
 
 
 def four_ranks(root: Path, kinds: list[str], in_groups: list[str], saved: Path) -> dict[str, dict[str, Any]]:
@@ -32,13 +38,13 @@ def four_ranks(root: Path, kinds: list[str], in_groups: list[str], saved: Path) 
 def parity(root: Path, kinds: list[str], ep_size: int) -> dict[str, dict[str, float]]:
     """Patched against native expert parallelism on ragged batches; per kind the tensors outside the limits."""
     results = {}
-    for kind in kinds:
-        announce(kind)
-        path, rank = root / kind, dist.get_rank()
+    for name in kinds:
+        announce(name)
+        kind, path, rank = name.partition("@")[0], root / name, dist.get_rank()
         batches = [rank_batch(kind, rank) for rank in range(dist.get_world_size())]
         expected = step(native(kind, path, ep_size), batches[rank])
         actual = step(patched(kind, path, ep_size), batches[rank])
-        results[kind] = beyond_limits(kind, path, relative_errors(actual, expected), batches)
+        results[name] = beyond_limits(kind, path, relative_errors(actual, expected), batches)
     return results
 
 
@@ -56,7 +62,7 @@ def save_zero_reload(root: Path, kinds: list[str], saved: Path, ep_size: int) ->
     results = {}
     for kind in kinds:
         announce(kind)
-        model = patched(kind, root / kind, ep_size)
+        model = patched(kind, root / kind, ep_size, verify=True)
         before = {name: local(tensor).clone() for name, tensor in model.state_dict().items()}
         model.save_pretrained(saved / kind)
         dist.barrier()
@@ -74,7 +80,7 @@ def reload(root: Path, kinds: list[str], saved: Path, ep_size: int) -> dict[str,
     results = {}
     for kind in kinds:
         announce(kind)
-        model = patched(kind, saved / kind, ep_size)
+        model = patched(kind, saved / kind, ep_size, verify=True)
         loaded = {name: whole(tensor) for name, tensor in model.state_dict().items()}
         results[kind] = unequal(loaded, original_state(kind, root))
     return results
