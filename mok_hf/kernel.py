@@ -34,7 +34,7 @@ HOW_TO_FIX = "run `make kernel` in the repository, or set MOK_KERNEL_PATH to a f
 _REPOSITORY = Path(__file__).resolve().parent.parent  # of an editable install; site-packages otherwise
 
 
-class KernelNotFoundError(ImportError):
+class KernelNotFoundError(RuntimeError):
     """No kernel build serves this machine; the message lists every place looked at and the command that helps."""
 
 
@@ -147,7 +147,8 @@ def agree(group: Any | None) -> KernelInfo:
     if lacking:
         message = f"{_ranks(lacking)} of {len(everyone)} {'lack' if len(lacking) > 1 else 'lacks'} the kernel"
         if error is not None:
-            raise type(error)(f"{message}. On rank {dist.get_rank()}: {error}") from error
+            kind = KernelNotFoundError if isinstance(error, KernelNotFoundError) else KernelMismatchError
+            raise kind(f"{message}. On rank {dist.get_rank()}: {error}") from error
         raise KernelMismatchError(f"{message}: {HOW_TO_FIX} on every machine.")
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for rank, _, *identity in everyone:
@@ -261,7 +262,10 @@ def _check_digests(folder: Path) -> None:
     for file in sorted(
         {*folder.glob("metadata.json"), *folder.glob("*/metadata.json"), *folder.glob("build/*/metadata.json")}
     ):
-        digest = json.loads(file.read_text()).get("digest")
+        try:
+            digest = json.loads(file.read_text()).get("digest")
+        except ValueError as error:
+            raise KernelMismatchError(f"{file} is not valid JSON ({error}). Rebuild it: {HOW_TO_FIX}.") from error
         if not digest:
             continue
         hasher: Callable[..., Any] | None = getattr(hashlib, str(digest.get("algorithm", "")).lower(), None)
