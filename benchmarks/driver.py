@@ -51,7 +51,7 @@ def ptr(t):
 @dataclass
 class Settings:
     ring_tiles: int = 0  # 0: everything fits
-    minibatch_tiles: int = 16
+    minibatch_tiles: int = 0
     lead_tiles: int = 0
     store_gate_up: bool = True
     swiglu_limit: float = 0.0

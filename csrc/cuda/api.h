@@ -38,7 +38,7 @@ typedef struct MokForwardArgs {
   int32_t topk, hidden, inter, shared_inter;  // K, D, I, S (0: no shared expert)
   int32_t local_experts, first_expert;        // L, and the global id of local expert 0
   int32_t ring_tiles;       // macrobatch: 128-row tiles the ring holds (>= 2)
-  int32_t minibatch_tiles;  // 128-row tiles that gate+up leads down by
+  int32_t minibatch_tiles;  // 128-row tiles that gate+up leads down by (0: as many as make two waves of gate+up tasks)
   int32_t lead_tiles;       // 128-row tiles that dispatch may run ahead of gate+up (0: 48, at least three minibatches)
   int32_t ladder;           // MokLadder
   int32_t store_gate_up;    // 1: keep gate and up (bf16) for the backward

@@ -43,6 +43,7 @@ __device__ __forceinline__ void combine_rows(const sm90::ForwardParams& p, uint3
     }
     const uint32_t bytes = 2 * min(kDownColumns, p.hidden - column);
     wait_mbarrier(watch, smem + Shared::kOutFull, out.phase, kWaitOperand);
+    if (__any_sync(~0u, watch.dead)) break;
     out.advance();
     const uint32_t borrowed = ptx::load_shared_4(smem + Shared::kOutStage);
 #pragma unroll

@@ -47,6 +47,21 @@ MOK_HD int64_t chunks_per_rank(const MokForwardArgs& a) {
   return n > 0 ? n : 1;
 }
 
+// The lag between gate+up and down. Automatic: two waves of gate+up tasks over the device's clusters (paper, section 3.2), so that down finds
+// its rows written and the weights of a wave are still in the L2 for the next.
+inline Lag lag_of(const MokForwardArgs& a) {
+  int minibatch = a.minibatch_tiles;
+  if (minibatch <= 0) {
+    int device = 0, sms = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    if (a.sm_limit > 0 && a.sm_limit < sms) sms = a.sm_limit;
+    const int columns = static_cast<int>(ceil_div(a.inter, kGateUpColumns));
+    minibatch = 2 * static_cast<int>(ceil_div(2 * (sms / 2), columns));
+  }
+  return choose_lag(minibatch, a.ring_tiles);
+}
+
 // schedule: header | tile_prefix [L + 1] | unit_prefix [L + 1] | pair_prefix [L + 1] | counts [L] | first_unit [T + 2] | rows [128 T] | tasks
 struct ScheduleLayout {
   int64_t tile_prefix, unit_prefix, pair_prefix, expert_rows, first_unit, rows, tasks, bytes;

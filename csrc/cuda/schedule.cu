@@ -250,7 +250,7 @@ cudaError_t mok_schedule(const MokForwardArgs* args, cudaStream_t stream) {
   if (a.ranks < 1 || a.ranks > MOK_MAX_RANKS || a.topk < 1 || a.topk > MOK_MAX_TOPK || a.local_experts < 1 || a.ring_tiles < 2)
     return cudaErrorInvalidValue;
   ScheduleArgs s{a, ScheduleLayout::make(a), ScratchLayout::make(a), columns_of(a), static_cast<int>(chunks_per_rank(a)),
-                 static_cast<int>(shared_tiles(a)), choose_lag(a.minibatch_tiles, a.ring_tiles)};
+                 static_cast<int>(shared_tiles(a)), lag_of(a)};
   const size_t count_shared = a.local_experts * 4, place_shared = kPlaceWarps * count_shared;
   if (place_shared > 48 * 1024) return cudaErrorInvalidValue;
   count_kernel<<<dim3(s.chunks, a.ranks), kCountThreads, count_shared, stream>>>(s);

@@ -34,6 +34,9 @@ struct Watch {
   }
 };
 
+// A wait inside a CTA lasts because another wait does, so it gets twice the time: the record then names the cause.
+__device__ __forceinline__ bool own_cause(uint32_t phase) { return phase != kWaitOperand && phase != kWaitTask; }
+
 // Polls `ready` until it holds, the time is up or another role gave up. `seen` is what goes into the record.
 template <class Ready>
 __device__ __forceinline__ bool wait_for(Watch& watch, uint32_t phase, uint32_t waiting_for, uint32_t expected, Ready ready) {
@@ -47,7 +50,7 @@ __device__ __forceinline__ bool wait_for(Watch& watch, uint32_t phase, uint32_t 
       if (start == 0) start = now;
       if (ptx::ld_relaxed_sys(watch.abort_word) != 0) {
         watch.dead = true;
-      } else if (now - start > watch.timeout_ns) {
+      } else if (now - start > (own_cause(phase) ? watch.timeout_ns : 2 * watch.timeout_ns)) {
         watch.give_up(phase, waiting_for, expected, seen);
       }
     }
@@ -63,7 +66,9 @@ __device__ __forceinline__ bool wait_mbarrier(Watch& watch, uint32_t bar, uint32
 __device__ __forceinline__ bool wait_counter(Watch& watch, const uint32_t* counter, uint32_t target, uint32_t phase, uint32_t index) {
   return wait_for(watch, phase, index, target, [&](uint32_t& seen) {
     seen = ptx::ld_acquire_gpu(counter);
-    return static_cast<int32_t>(seen - target) >= 0;
+    if (static_cast<int32_t>(seen - target) >= 0) return true;
+    __nanosleep(100);  // a dispatch warp may wait here for most of the kernel
+    return false;
   });
 }
 

@@ -134,7 +134,7 @@ cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
   p.columns = columns_of(a);
   p.rank = a.rank, p.tokens = a.tokens, p.topk = a.topk, p.hidden = a.hidden, p.inter = a.inter;
   p.shared_inter = a.shared_inter, p.ring_tiles = a.ring_tiles, p.ladder = a.ladder, p.store_gate_up = a.store_gate_up, p.swiglu_limit = a.swiglu_limit;
-  const Lag lag = choose_lag(a.minibatch_tiles, a.ring_tiles);
+  const Lag lag = lag_of(a);
   // Gate+up of a tile waits for its whole minibatch and the one before, so dispatch must be allowed that far.
   p.lead_tiles = max_of(a.lead_tiles > 0 ? a.lead_tiles : max_of(48, 3 * lag.minibatch), 2 * lag.minibatch + 1);
   p.lead_tiles = min_of(p.lead_tiles, a.ring_tiles);

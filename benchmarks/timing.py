@@ -1,0 +1,84 @@
+"""How the benchmarks time: preheated card, interleaved blocks, medians of per-block ratios with their interval."""
+
+import statistics
+import time
+
+import torch
+
+
+def preheat(seconds):
+    """Dense products until the card runs at the clock its power limit allows; a cold card is 20 % faster for half a second."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(50):
+            a @ b
+        torch.cuda.synchronize()
+
+
+def sm_clock():
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetClockInfo(pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device()), pynvml.NVML_CLOCK_SM)
+    except Exception:  # the clock is a diagnostic, not a result
+        return None
+
+
+def blocks(functions, block_ms=40.0, rounds=8, least=5):
+    """Runs each function's block in turn, forwards then backwards (A B B A). Returns name -> list of ms a call, one an element a block.
+
+    A function takes the iteration number, so that it can rotate over input sets.
+    """
+    calls = {}
+    for name, f in functions.items():
+        f(0)
+        torch.cuda.synchronize()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        f(1)
+        stop.record()
+        torch.cuda.synchronize()
+        calls[name] = max(least, int(block_ms / max(start.elapsed_time(stop), 1e-3)))
+    times = {name: [] for name in functions}
+    clocks = {name: [] for name in functions}
+    order = list(functions)
+    for round_ in range(rounds):
+        for name in order if round_ % 2 == 0 else reversed(order):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for i in range(calls[name]):
+                functions[name](i)
+            stop.record()
+            clocks[name].append(sm_clock())
+            torch.cuda.synchronize()
+            times[name].append(start.elapsed_time(stop) / calls[name])
+    return times, {n: statistics.median(c) if None not in c else None for n, c in clocks.items()}
+
+
+def ratio(base, ours):
+    """Median of base[i] / ours[i] over blocks, and a 95 % interval of it (order statistics)."""
+    r = sorted(b / o for b, o in zip(base, ours))
+    n = len(r)
+    # Smallest k with P(Binomial(n, 1/2) <= k) > 2.5 %.
+    total, k, term = 0.0, 0, 0.5**n
+    while total + term <= 0.025:
+        total += term
+        term = term * (n - k) / (k + 1)
+        k += 1
+    return statistics.median(r), r[max(0, k - 1)], r[min(n - 1, n - k)]
+
+
+def graph(function):
+    """The function as a CUDA graph's replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        result = function()
+    return captured, result
