@@ -28,12 +28,4 @@ int cuda_base(int kind, int m, int shared_gate_up, int shared_down, int lag, int
   return kind == kTaskDown ? order.down_base(m, gate_up, down) : order.shared_down_base(gate_up);
 }
 
-// A task through its 64 bits. fields: kind, two, column, expert, tile; overwritten with what is read back.
-int cuda_round_trip(int* fields) {
-  const Task task = Task::make(fields[0], fields[1] != 0, fields[2], fields[3], fields[4]);
-  fields[0] = task.kind(), fields[1] = task.two(), fields[2] = task.column();
-  fields[3] = task.expert(), fields[4] = task.tile();
-  return task.is_end();
-}
-
 }  // extern "C"
