@@ -67,19 +67,28 @@ def small(name):
 
 
 def virtual(name, tokens):
-    """The megakernels of two ranks in one launch, against one rank with the same experts and rows on half the SMs."""
+    """Two ranks of one group in one launch, against two independent layers in one launch with as many rows on the same halves of the SMs."""
     s = SHAPES[name]
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
     weights = make_weights(2, s["experts"], s["hidden"], s["inter"])
     pair = Group(weights, s["topk"], tokens, Settings())
-    single = Group(weights[:1], s["topk"], tokens, Settings(sm_limit=sms // 4 * 2))
+    singles = [Group([w], s["topk"], tokens, Settings()) for w in weights]
     xs = [torch.randn(tokens, s["hidden"], device="cuda", dtype=torch.bfloat16) for _ in range(2)]
     both = [routes(tokens, s["topk"], 2 * s["experts"], r) for r in range(2)]
-    one = routes(tokens, s["topk"], s["experts"], 0)
+    own = [routes(tokens, s["topk"], s["experts"], r) for r in range(2)]
+
+    def alone():
+        args = []
+        for g, x, (ids, w) in zip(singles, xs, own):
+            g.prologue(0, x, ids, w)
+            args.append(g.args(0, tokens))
+            g.schedule(args[-1])
+        singles[0].megakernel(*args)
+
     a = kernel_times(lambda: pair.forward(xs, [b[0] for b in both], [b[1] for b in both]), 10)["forward_kernel"]
-    b = kernel_times(lambda: single.forward(xs[:1], [one[0]], [one[1]]), 10)["forward_kernel"]
-    print(f"{name:5s} {tokens} two ranks, one launch {a:.0f} us; one rank on half the SMs {b:.0f} us; x{a / b:.3f}", flush=True)
-    return dict(what="virtual_ep2", shape=name, tokens=tokens, two_ranks_us=a, half_grid_us=b)
+    b = kernel_times(alone, 10)["forward_kernel"]
+    tiles = [pair.header(r)["tiles"] for r in range(2)], [g.header()["tiles"] for g in singles]
+    print(f"{name:5s} {tokens} one group {a:.0f} us, tiles {tiles[0]}; two layers {b:.0f} us, tiles {tiles[1]}; x{a / b:.3f}", flush=True)
+    return dict(what="virtual_ep2", shape=name, tokens=tokens, two_ranks_us=a, two_layers_us=b, tiles=tiles)
 
 
 def main():

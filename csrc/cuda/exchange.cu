@@ -39,7 +39,8 @@ __global__ void barrier_kernel(const __grid_constant__ BarrierArgs b, int rank, 
   const uint32_t next = *epoch + 1;
   __syncthreads();
   if (peer == 0) *epoch = next;
-  Watch watch{b.abort_words[rank], record, timeout_ns, static_cast<uint32_t>(rank), false};
+  const Limits limits{b.abort_words[rank], record, timeout_ns, static_cast<uint32_t>(rank)};
+  Watch watch{limits, false};
   if (peer < ranks) {
     __threadfence_system();  // everything earlier kernels of this stream wrote, on any rank's memory
     ptx::st_release_sys(b.pads[peer] + rank, next);

@@ -1,7 +1,7 @@
 // Schedule (paper, Algorithm 1): every rank's expert ids -> row table, expert prefix and the megakernel's task table.
 //
 // Three launches, no host sync, one pass over the routes for counting and one for placing:
-//   count   a warp per chunk of 1,024 routes of one source rank: routes to each local expert; also clears the call's counters
+//   count   a warp per chunk of 512 routes of one source rank: routes to each local expert; also clears the call's counters
 //   prefix  one CTA: chunk counts -> offsets, rows an expert and source rank, tile / unit / pair prefixes, header
 //   place   a warp per chunk: each route's ordinal within (source rank, expert) -> its row; further CTAs write padding rows and tasks
 // Ids are read from the peers' buffers directly. A route whose id is not an expert of this rank is skipped, whatever its value.
@@ -68,9 +68,15 @@ struct Unit {
   bool two, is_short;
 };
 
-__device__ Unit find_unit(const ScheduleArgs& s, int unit) {
+// The prefix arrays, each [L + 1], wherever they lie: searches through global memory took most of the place kernel's time (23 us at 128
+// experts), so its CTAs copy them to shared memory first.
+struct Prefixes {
+  const int32_t *tiles, *units, *pairs;
+};
+
+__device__ Unit find_unit(const ScheduleArgs& s, const Prefixes& prefixes, int unit) {
   const int experts = s.a.local_experts;
-  const int32_t *tiles = s.tile_prefix(), *units = s.unit_prefix(), *pairs = s.pair_prefix();
+  const auto [tiles, units, pairs] = prefixes;
   // units[e]: units of experts before e. Counted from the end: expert e owns [U - units[e + 1], U - units[e]).
   const int total = units[experts];
   const int e = static_cast<int>(expert_of_tile(units, experts, total - 1 - unit));
@@ -139,11 +145,12 @@ __global__ void __launch_bounds__(kPrefixThreads) prefix_kernel(const __grid_con
   }
   __syncthreads();
   const int tiles = sums[0], units = sums[1], pairs = sums[2];
+  const Prefixes prefixes{s.tile_prefix(), s.unit_prefix(), s.pair_prefix()};
   const int minibatches = (tiles + s.lag.minibatch - 1) / s.lag.minibatch;
   // first_unit[m]: first unit whose first tile lies in minibatch m or later. A pair may swallow a minibatch of one tile.
   for (int u = threadIdx.x; u <= units; u += blockDim.x) {
-    const int own = u < units ? first_position(find_unit(s, u), tiles) / s.lag.minibatch : minibatches;
-    const int before = u > 0 ? first_position(find_unit(s, u - 1), tiles) / s.lag.minibatch : -1;
+    const int own = u < units ? first_position(find_unit(s, prefixes, u), tiles) / s.lag.minibatch : minibatches;
+    const int before = u > 0 ? first_position(find_unit(s, prefixes, u - 1), tiles) / s.lag.minibatch : -1;
     for (int m = before + 1; m <= own; ++m) s.first_unit()[m] = u;
   }
   if (threadIdx.x == 0) {
@@ -158,22 +165,22 @@ struct Minibatch {
   int pairs, singles, pairs_before, singles_before;
 };
 
-__device__ Minibatch minibatch_at(const ScheduleArgs& s, int m, int units, int pairs) {
-  const auto before = [&](int u) { return u < units ? find_unit(s, u).pairs_before : pairs; };
+__device__ Minibatch minibatch_at(const ScheduleArgs& s, const Prefixes& prefixes, int m, int units, int pairs) {
+  const auto before = [&](int u) { return u < units ? find_unit(s, prefixes, u).pairs_before : pairs; };
   const int begin = s.first_unit()[m], end = s.first_unit()[m + 1];
   const int pairs_begin = before(begin), pairs_end = before(end);
   return {pairs_end - pairs_begin, end - begin - (pairs_end - pairs_begin), pairs_begin, begin - pairs_begin};
 }
 
 // One warp writes the tasks of one unit (or, behind the routed units, of one unit of the shared expert).
-__device__ void write_tasks(const ScheduleArgs& s, int index) {
+__device__ void write_tasks(const ScheduleArgs& s, const Prefixes& prefixes, int index) {
   const int lane = threadIdx.x % 32;
   const ScheduleHeader h = *s.header();
   const int ts = s.shared_tiles;
   const TaskOrder order{tasks_of(ts / 2, ts % 2, s.columns.shared_gate_up), tasks_of(ts / 2, ts % 2, s.columns.shared_down), h.lag, h.minibatches};
   const auto before = [&](int m, int columns) {  // tasks of one kind in minibatches 0 .. m-1
     const int u = s.first_unit()[m];
-    const int pairs = u < h.units ? find_unit(s, u).pairs_before : h.routed_pairs;
+    const int pairs = u < h.units ? find_unit(s, prefixes, u).pairs_before : h.routed_pairs;
     return tasks_of(pairs, u - pairs, columns);
   };
   const auto gate_up_before = [&](int m) { return before(m, s.columns.gate_up); };
@@ -184,9 +191,9 @@ __device__ void write_tasks(const ScheduleArgs& s, int index) {
         s.tasks()[base + task_position(pairs, singles, c, pairs_before, singles_before)] = Task::make(kind, u.two, c, u.expert, u.tile, u.is_short).bits;
   };
   if (index < h.units) {
-    const Unit u = find_unit(s, index);
+    const Unit u = find_unit(s, prefixes, index);
     const int m = first_position(u, h.tiles) / h.minibatch_tiles;
-    const Minibatch b = minibatch_at(s, m, h.units, h.routed_pairs);
+    const Minibatch b = minibatch_at(s, prefixes, m, h.units, h.routed_pairs);
     const int p = u.pairs_before - b.pairs_before, q = u.singles_before - b.singles_before;
     write(order.gate_up_base(m, gate_up_before, down_before), kTaskGateUp, s.columns.gate_up, u, b.pairs, b.singles, p, q);
     write(order.down_base(m, gate_up_before, down_before), kTaskDown, s.columns.down, u, b.pairs, b.singles, p, q);
@@ -211,19 +218,30 @@ __global__ void __launch_bounds__(kPlaceWarps * 32) place_kernel(const __grid_co
       const int64_t end = static_cast<int64_t>(s.tile_prefix()[e + 1]) * kRowsPerTile;
       for (int64_t row = begin + lane; row < end; row += 32) s.rows()[row] = kPaddingRow;
     }
+    int32_t* copy = offsets;
+    for (int i = threadIdx.x; i <= experts; i += blockDim.x) {
+      copy[i] = s.tile_prefix()[i];
+      copy[experts + 1 + i] = s.unit_prefix()[i];
+      copy[2 * (experts + 1) + i] = s.pair_prefix()[i];
+    }
+    __syncthreads();
+    const Prefixes prefixes{copy, copy + experts + 1, copy + 2 * (experts + 1)};
     const int units = s.header()->units + (s.shared_tiles + 1) / 2;
-    for (int u = worker; u < units; u += workers) write_tasks(s, u);
+    for (int u = worker; u < units; u += workers) write_tasks(s, prefixes, u);
     return;
   }
   const int chunk = blockIdx.x * kPlaceWarps + warp;
   const int begin = chunk * kRoutesPerChunk, end = min(begin + kRoutesPerChunk, s.routes(rank));
   if (chunk >= s.chunks || begin >= end) return;
   int32_t* ordinal_base = offsets + warp * experts;
+  int expert[kRoutesPerChunk / 32];  // all ids in flight at once
+#pragma unroll
+  for (int i = 0; i < kRoutesPerChunk / 32; ++i) expert[i] = begin + 32 * i + lane < end ? s.local(rank, begin + 32 * i + lane) : -1;
   for (int e = lane; e < experts; e += 32) ordinal_base[e] = s.partial(rank, chunk)[e];
   __syncwarp();
-  for (int step = begin; step < end; step += 32) {
-    const int route = step + lane;
-    const int e = route < end ? s.local(rank, route) : -1;
+#pragma unroll
+  for (int i = 0; i < kRoutesPerChunk / 32; ++i) {
+    const int route = begin + 32 * i + lane, e = expert[i];
     const uint32_t same = __match_any_sync(~0u, e);
     const int earlier = __popc(same & ((1u << lane) - 1));
     const int ordinal = e >= 0 ? ordinal_base[e] + earlier : 0;
@@ -251,7 +269,7 @@ cudaError_t mok_schedule(const MokForwardArgs* args, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   ScheduleArgs s{a, ScheduleLayout::make(a), ScratchLayout::make(a), columns_of(a), static_cast<int>(chunks_per_rank(a)),
                  static_cast<int>(shared_tiles(a)), lag_of(a)};
-  const size_t count_shared = a.local_experts * 4, place_shared = kPlaceWarps * count_shared;
+  const size_t count_shared = a.local_experts * 4, place_shared = kPlaceWarps * (count_shared + 4);
   if (place_shared > 48 * 1024) return cudaErrorInvalidValue;
   count_kernel<<<dim3(s.chunks, a.ranks), kCountThreads, count_shared, stream>>>(s);
   prefix_kernel<<<1, kPrefixThreads, 0, stream>>>(s);

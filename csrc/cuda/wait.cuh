@@ -15,17 +15,23 @@ enum WaitPhase : uint32_t {
   kWaitCopy = 7,       // a pull from a peer
 };
 
-// One per role and thread. After a wait has failed `dead` stays true, all later waits return at once, and the role leaves its loop.
-struct Watch {
+struct Limits {
   uint32_t* abort_word;
   MokTimeoutRecord* record;
   uint64_t timeout_ns;
   uint32_t rank;
+};
+
+// One per role and thread. After a wait has failed `dead` stays true, all later waits return at once, and the role leaves its loop.
+// The limits stay where they are, in the kernel's parameters: consumer warps have no register left for them.
+struct Watch {
+  const Limits& limits;
   bool dead;
 
   __device__ __forceinline__ void give_up(uint32_t phase, uint32_t waiting_for, uint32_t expected, uint32_t seen) {
-    if (atomicExch(abort_word, 1u) == 0 && record != nullptr) {
-      record->rank = rank, record->phase = phase, record->waiting_for = waiting_for;
+    MokTimeoutRecord* record = limits.record;
+    if (atomicExch(limits.abort_word, 1u) == 0 && record != nullptr) {
+      record->rank = limits.rank, record->phase = phase, record->waiting_for = waiting_for;
       record->expected = expected, record->seen = seen;
       __threadfence_system();
       record->set = 1;
@@ -48,9 +54,9 @@ __device__ __forceinline__ bool wait_for(Watch& watch, uint32_t phase, uint32_t 
     if (spin % 64 == 0) {
       const uint64_t now = ptx::globaltimer_ns();
       if (start == 0) start = now;
-      if (ptx::ld_relaxed_sys(watch.abort_word) != 0) {
+      if (ptx::ld_relaxed_sys(watch.limits.abort_word) != 0) {
         watch.dead = true;
-      } else if (now - start > (own_cause(phase) ? watch.timeout_ns : 2 * watch.timeout_ns)) {
+      } else if (now - start > (watch.limits.timeout_ns << (own_cause(phase) ? 0 : 1))) {
         watch.give_up(phase, waiting_for, expected, seen);
       }
     }

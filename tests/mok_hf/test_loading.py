@@ -46,6 +46,7 @@ def test_one_process_loads_patched(checkpoints):
     assert relative(model(**data).logits, native(**data).logits) < 2e-6
     assert kernel_calls(model) == 2 and "DeepseekV3Experts (mok) -> MoK kernel" in str(model._mok_report)
     assert model.config._experts_implementation == "mok"
+    assert "mok" not in model.config.to_json_string().lower()
 
 
 def test_every_other_keyword_reaches_transformers(checkpoints):
@@ -173,6 +174,7 @@ def test_sharded_loading_equals_one_process(checkpoints, ranks, world, ep_size):
     for rank in ranks(world, f"load at EP {ep_size}"):
         assert relative(rank["logits"], expected) < 2e-6
         assert not rank["missing"] and rank["calls"] == 2
+        assert "mok" not in rank["config"].lower(), "a saved config.json would need mok_hf to be read"
         assert f"2 of 2 MoE blocks on the MoK kernel, EP {ep_size}" in rank["report"]
 
 

@@ -34,8 +34,11 @@ def world_size() -> int:
 
 
 def load(checkpoint: Path, implementation: str, ep_size: int) -> torch.nn.Module:
-    """The checkpoint sharded over all ranks, or whole in one process."""
-    if implementation == "mok":
+    """The checkpoint sharded over all ranks, or whole in one process; `ddp`: patched, and whole on every rank."""
+    if implementation == "ddp":
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        mok_hf.patch_model(model)
+    elif implementation == "mok":
         model = mok_hf.from_pretrained(AutoModelForCausalLM, checkpoint, ep_size=ep_size)
     else:
         config = DistributedConfig(fsdp_size=world_size(), ep_size=ep_size)
@@ -100,7 +103,7 @@ def train(checkpoint: Path, implementation: str, ep_size: int, steps: int) -> di
     """Losses of each step and, on rank 0, what the parameters became."""
     # SGD: Adam divides a gradient by its own size and so turns the rounding of near-zero ones into whole steps.
     loop = Loop(load(checkpoint, implementation, ep_size), torch.optim.SGD)
-    losses = [loop.step(index) for index in range(steps)]
+    losses = [loop.step(0) for _ in range(steps)]  # one batch, so that the loss must fall
     parameters = get_model_state_dict(loop.module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return {"losses": losses, "parameters": parameters}
 

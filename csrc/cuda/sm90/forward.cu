@@ -130,9 +130,9 @@ cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
   p.shared_h_ready = at<uint32_t>(a.scratch, c.shared_h_ready);
   p.ring_x_out = static_cast<__nv_bfloat16*>(a.ring_x);
   p.shared_y = static_cast<__nv_bfloat16*>(a.shared_y);
-  p.abort_word = a.abort_word, p.record = a.record, p.timeout_ns = a.timeout_ns;
+  p.limits = {a.abort_word, a.record, a.timeout_ns, static_cast<uint32_t>(a.rank)};
   p.columns = columns_of(a);
-  p.rank = a.rank, p.tokens = a.tokens, p.topk = a.topk, p.hidden = a.hidden, p.inter = a.inter;
+  p.tokens = a.tokens, p.topk = a.topk, p.hidden = a.hidden, p.inter = a.inter;
   p.shared_inter = a.shared_inter, p.ring_tiles = a.ring_tiles, p.ladder = a.ladder, p.store_gate_up = a.store_gate_up, p.swiglu_limit = a.swiglu_limit;
   const Lag lag = lag_of(a);
   // Gate+up of a tile waits for its whole minibatch and the one before, so dispatch must be allowed that far.

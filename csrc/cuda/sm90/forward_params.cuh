@@ -62,19 +62,17 @@ struct alignas(128) ForwardParams {
   const uint64_t* tasks;
   uint32_t *tickets, *x_ready, *h_ready, *down_done, *shared_h_ready;
   __nv_bfloat16 *ring_x_out, *shared_y;
-  uint32_t* abort_word;
-  MokTimeoutRecord* record;
-  uint64_t timeout_ns;
+  Limits limits;
 
   Columns columns;
-  int rank, tokens, topk, hidden, inter, shared_inter, ring_tiles;
+  int tokens, topk, hidden, inter, shared_inter, ring_tiles;
   int lead_tiles, head_tiles;  // how far dispatch may run ahead; tiles that the consumer warps fetch before they begin
   int ladder, store_gate_up;
   float swiglu_limit;
   int copy_bytes, copy_slots, copies_per_row;  // a row travels in copies_per_row pieces of at most copy_bytes
 
   __device__ __forceinline__ Watch watch() const {
-    return {abort_word, record, timeout_ns, static_cast<uint32_t>(rank), ptx::ld_relaxed_sys(abort_word) != 0};
+    return {limits, ptx::ld_relaxed_sys(limits.abort_word) != 0};
   }
   __device__ __forceinline__ bool stores_gate_up() const { return store_gate_up != 0; }
   __device__ __forceinline__ bool stores_hidden() const { return ladder != kMokGateUpOnly; }
