@@ -116,3 +116,28 @@ shapes = st.tuples(
     st.tuples(*[st.integers(1, 5)] * 4),  # column tiles of each kind
     st.integers(0, 5),  # shared tiles
 )
+
+
+@settings(deadline=None, database=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(shapes)
+def test_the_order_names_every_task_once_and_makes_progress(cuda, shape):
+    expert_tiles, minibatch, ring, columns, shared_tiles = shape
+    order = task_order(cuda, expert_tiles, minibatch, ring, columns, shared_tiles)
+    tiles = sum(expert_tiles)
+    covered = defaultdict(int)
+    for kind, held, covers in order:
+        for tile in held:
+            for column in covers:
+                covered[kind, tile, column] += 1
+    counts = {GATE_UP: tiles, DOWN: tiles, SHARED_GATE_UP: shared_tiles, SHARED_DOWN: shared_tiles}
+    expected = {(kind, t, c) for kind, n in counts.items() for t in range(n) for c in range(columns[kind])}
+    assert set(covered) == expected and set(covered.values()) <= {1}
+    check_progress(order, tiles, ring)
+
+
+def test_a_ring_too_small_for_the_lag_is_noticed(cuda):
+    """The minibatches chosen for a ring of 9, in one two tiles smaller: the check above must see the cycle."""
+    order = task_order(cuda, [40], 4, 9, (2, 2, 1, 1), 0)
+    check_progress(order, 40, 9)
+    with pytest.raises(pytest.fail.Exception, match="wait for each other"):
+        check_progress(order, 40, 7)
