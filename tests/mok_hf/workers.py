@@ -336,7 +336,7 @@ def replicated_shards(path: str, kind: str) -> dict[str, Any]:
 
 
 def load_and_verify(path: str, kind: str, ep_size: int) -> dict[str, Any]:
-    """`mok_hf.from_pretrained(verify=True)`, then the full state dict in checkpoint names."""
+    """`mok_hf.from_pretrained(verify=True)`: logits, loading info, report and what a saved config would say."""
     model, info = mok_hf.from_pretrained(
         AutoModelForCausalLM, path, ep_size=ep_size, verify=True, dtype=torch.float32, output_loading_info=True
     )
@@ -347,6 +347,7 @@ def load_and_verify(path: str, kind: str, ep_size: int) -> dict[str, Any]:
         "missing": info["missing_keys"],
         "report": str(model._mok_report),
         "calls": kernel_calls(model),
+        "config": model.config.to_json_string(),
     }
 
 
