@@ -5,6 +5,8 @@ Importing this package loads no kernel, touches no GPU and makes no request.
 
 from __future__ import annotations
 
+from typing import Any
+
 from mok_hf.capabilities import BlockAdapter, UnsupportedError
 from mok_hf.config import MoKConfig
 from mok_hf.kernel import KernelMismatchError, KernelNotFoundError
@@ -32,3 +34,12 @@ __all__ = [
     "save_state",
     "unpatch_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`MoKTimeoutError` is the kernel's: asking for it, as an `except` clause does when something was raised, loads it."""
+    if name == "MoKTimeoutError":
+        from mok_hf import kernel
+
+        return kernel.load().MoKTimeoutError
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

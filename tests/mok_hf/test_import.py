@@ -51,3 +51,11 @@ def test_only_public_names_are_exported(found):
         *mok_hf.__all__
     }
     assert all(module.startswith("mok_hf.") for module in found["names"].values())
+
+
+def test_timeout_error_is_the_kernels():
+    from mok_hf import kernel
+
+    assert mok_hf.MoKTimeoutError is kernel.load().MoKTimeoutError
+    with pytest.raises(AttributeError, match="no_such_name"):
+        mok_hf.no_such_name  # noqa: B018
