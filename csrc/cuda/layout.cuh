@@ -62,7 +62,7 @@ inline Lag lag_of(const MokForwardArgs& a) {
   return choose_lag(minibatch, a.ring_tiles);
 }
 
-// schedule: header | tile_prefix [L + 1] | unit_prefix [L + 1] | pair_prefix [L + 1] | counts [L] | first_unit [T + 2] | rows [128 T] | tasks
+// schedule: header | tile_prefix [L + 1] | unit_prefix [L + 1] | pair_prefix [L + 1] | counts [L] | first_unit [T + 2] (unit, pairs before it) | rows [128 T] | tasks
 struct ScheduleLayout {
   int64_t tile_prefix, unit_prefix, pair_prefix, expert_rows, first_unit, rows, tasks, bytes;
 
@@ -75,7 +75,7 @@ struct ScheduleLayout {
     l.pair_prefix = l.unit_prefix + prefix;
     l.expert_rows = l.pair_prefix + prefix;
     l.first_unit = l.expert_rows + prefix;
-    l.rows = l.first_unit + align256((tiles + 2) * 4);
+    l.rows = l.first_unit + align256((tiles + 2) * 8);
     l.tasks = l.rows + align256(tiles * kRowsPerTile * 8);
     const int64_t tasks = tiles * (c.gate_up + c.down) + shared_tiles(a) * (c.shared_gate_up + c.shared_down);
     l.bytes = l.tasks + align256(tasks * 8);

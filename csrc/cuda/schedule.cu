@@ -30,7 +30,7 @@ struct ScheduleArgs {
   __device__ int32_t* unit_prefix() const { return at<int32_t>(a.schedule, s.unit_prefix); }
   __device__ int32_t* pair_prefix() const { return at<int32_t>(a.schedule, s.pair_prefix); }
   __device__ int32_t* expert_rows() const { return at<int32_t>(a.schedule, s.expert_rows); }
-  __device__ int32_t* first_unit() const { return at<int32_t>(a.schedule, s.first_unit); }
+  __device__ int2* first_unit() const { return at<int2>(a.schedule, s.first_unit); }
   __device__ int64_t* rows() const { return at<int64_t>(a.schedule, s.rows); }
   __device__ uint64_t* tasks() const { return at<uint64_t>(a.schedule, s.tasks); }
   __device__ ScheduleHeader* header() const { return at<ScheduleHeader>(a.schedule, 0); }
@@ -149,9 +149,10 @@ __global__ void __launch_bounds__(kPrefixThreads) prefix_kernel(const __grid_con
   const int minibatches = (tiles + s.lag.minibatch - 1) / s.lag.minibatch;
   // first_unit[m]: first unit whose first tile lies in minibatch m or later. A pair may swallow a minibatch of one tile.
   for (int u = threadIdx.x; u <= units; u += blockDim.x) {
-    const int own = u < units ? first_position(find_unit(s, prefixes, u), tiles) / s.lag.minibatch : minibatches;
+    const Unit unit = u < units ? find_unit(s, prefixes, u) : Unit{};
+    const int own = u < units ? first_position(unit, tiles) / s.lag.minibatch : minibatches;
     const int before = u > 0 ? first_position(find_unit(s, prefixes, u - 1), tiles) / s.lag.minibatch : -1;
-    for (int m = before + 1; m <= own; ++m) s.first_unit()[m] = u;
+    for (int m = before + 1; m <= own; ++m) s.first_unit()[m] = int2{u, u < units ? unit.pairs_before : pairs};
   }
   if (threadIdx.x == 0) {
     const int singles = units - pairs, ts = s.shared_tiles;
@@ -161,17 +162,6 @@ __global__ void __launch_bounds__(kPrefixThreads) prefix_kernel(const __grid_con
   }
 }
 
-struct Minibatch {
-  int pairs, singles, pairs_before, singles_before;
-};
-
-__device__ Minibatch minibatch_at(const ScheduleArgs& s, const Prefixes& prefixes, int m, int units, int pairs) {
-  const auto before = [&](int u) { return u < units ? find_unit(s, prefixes, u).pairs_before : pairs; };
-  const int begin = s.first_unit()[m], end = s.first_unit()[m + 1];
-  const int pairs_begin = before(begin), pairs_end = before(end);
-  return {pairs_end - pairs_begin, end - begin - (pairs_end - pairs_begin), pairs_begin, begin - pairs_begin};
-}
-
 // One warp writes the tasks of one unit (or, behind the routed units, of one unit of the shared expert).
 __device__ void write_tasks(const ScheduleArgs& s, const Prefixes& prefixes, int index) {
   const int lane = threadIdx.x % 32;
@@ -179,9 +169,8 @@ __device__ void write_tasks(const ScheduleArgs& s, const Prefixes& prefixes, int
   const int ts = s.shared_tiles;
   const TaskOrder order{tasks_of(ts / 2, ts % 2, s.columns.shared_gate_up), tasks_of(ts / 2, ts % 2, s.columns.shared_down), h.lag, h.minibatches};
   const auto before = [&](int m, int columns) {  // tasks of one kind in minibatches 0 .. m-1
-    const int u = s.first_unit()[m];
-    const int pairs = u < h.units ? find_unit(s, prefixes, u).pairs_before : h.routed_pairs;
-    return tasks_of(pairs, u - pairs, columns);
+    const int2 first = s.first_unit()[m];
+    return tasks_of(first.y, first.x - first.y, columns);
   };
   const auto gate_up_before = [&](int m) { return before(m, s.columns.gate_up); };
   const auto down_before = [&](int m) { return before(m, s.columns.down); };
@@ -193,10 +182,11 @@ __device__ void write_tasks(const ScheduleArgs& s, const Prefixes& prefixes, int
   if (index < h.units) {
     const Unit u = find_unit(s, prefixes, index);
     const int m = first_position(u, h.tiles) / h.minibatch_tiles;
-    const Minibatch b = minibatch_at(s, prefixes, m, h.units, h.routed_pairs);
-    const int p = u.pairs_before - b.pairs_before, q = u.singles_before - b.singles_before;
-    write(order.gate_up_base(m, gate_up_before, down_before), kTaskGateUp, s.columns.gate_up, u, b.pairs, b.singles, p, q);
-    write(order.down_base(m, gate_up_before, down_before), kTaskDown, s.columns.down, u, b.pairs, b.singles, p, q);
+    const int2 begin = s.first_unit()[m], end = s.first_unit()[m + 1];
+    const int pairs = end.y - begin.y, singles = end.x - begin.x - pairs;
+    const int p = u.pairs_before - begin.y, q = u.singles_before - (begin.x - begin.y);
+    write(order.gate_up_base(m, gate_up_before, down_before), kTaskGateUp, s.columns.gate_up, u, pairs, singles, p, q);
+    write(order.down_base(m, gate_up_before, down_before), kTaskDown, s.columns.down, u, pairs, singles, p, q);
   } else if (index - h.units < (ts + 1) / 2) {
     const int i = index - h.units;
     const bool last = i == (ts + 1) / 2 - 1;
@@ -239,19 +229,28 @@ __global__ void __launch_bounds__(kPlaceWarps * 32) place_kernel(const __grid_co
   for (int i = 0; i < kRoutesPerChunk / 32; ++i) expert[i] = begin + 32 * i + lane < end ? s.local(rank, begin + 32 * i + lane) : -1;
   for (int e = lane; e < experts; e += 32) ordinal_base[e] = s.partial(rank, chunk)[e];
   __syncwarp();
+  // Ordinals in route order (shared memory only), then all rows' loads at once, then the stores.
+  int ordinal[kRoutesPerChunk / 32];
 #pragma unroll
   for (int i = 0; i < kRoutesPerChunk / 32; ++i) {
-    const int route = begin + 32 * i + lane, e = expert[i];
+    const int e = expert[i];
     const uint32_t same = __match_any_sync(~0u, e);
     const int earlier = __popc(same & ((1u << lane) - 1));
-    const int ordinal = e >= 0 ? ordinal_base[e] + earlier : 0;
+    ordinal[i] = e >= 0 ? ordinal_base[e] + earlier : 0;
     __syncwarp();
     if (e >= 0 && earlier == 0) ordinal_base[e] += __popc(same);
     __syncwarp();
-    if (e < 0) continue;
-    const int64_t row = static_cast<int64_t>(s.tile_prefix()[e]) * kRowsPerTile + row_in_expert(ordinal, rank, s.totals() + e, s.a.ranks, experts);
-    s.rows()[row] = pack_row(rank, route);
   }
+  int64_t row[kRoutesPerChunk / 32];
+#pragma unroll
+  for (int i = 0; i < kRoutesPerChunk / 32; ++i) {
+    const int e = max(expert[i], 0);
+    row[i] = static_cast<int64_t>(s.tile_prefix()[e]) * kRowsPerTile +
+             (s.a.ranks == 1 ? ordinal[i] : row_in_expert(ordinal[i], rank, s.totals() + e, s.a.ranks, experts));
+  }
+#pragma unroll
+  for (int i = 0; i < kRoutesPerChunk / 32; ++i)
+    if (expert[i] >= 0) s.rows()[row[i]] = pack_row(rank, begin + 32 * i + lane);
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ constexpr int kOutPitch = 528;
 constexpr int kHalfWindow = 8 * kOutPitch;
 constexpr int kHalvesInStage = 11;
 constexpr int kRestBytes = (16 - kHalvesInStage) * kHalfWindow;
-constexpr int kPassedByGateUp = 5, kPassedByDown = 10;  // k-blocks; down rows take longer, since each is a store of its own
+constexpr int kPassedByGateUp = 5, kPassedByDown = 14;  // k-blocks; down rows take longer, since each is a store of its own
 static_assert(kHalvesInStage * kHalfWindow <= kStageBytes, "windows do not fit");
 constexpr int kCopyBytes = 14336;                 // dispatch ring
 constexpr int kCopySlots = 8;
