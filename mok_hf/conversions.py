@@ -24,6 +24,7 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
+_TRANSPOSED = "_mok_experts_were_transposed"
 # Types whose conversions mix rows, or compare a shard's shape with the whole parameter's (measured: every supported
 # type loaded at fsdp_size=2 and compared with one process, tensor by tensor).
 _MIXING_TYPES = ("kimi_linear", "glm5_next", "glm5_next_text", "kimi_k25", "qwen3_vl_moe")
@@ -82,7 +83,7 @@ def _correct(transform: WeightConverter) -> WeightConverter:
         operations: list[Any] = [_GatherSources(), *transform.operations, _KeepShard()]
     else:
         first: Any = transform.operations[0]
-        operations = [_TransposeShard(first.dim0, first.dim1, first.check_dims), *transform.operations[1:]]
+        operations = [_ToModelLayout(first.dim0, first.dim1, first.check_dims), *transform.operations[1:]]
     return transform.copy(transform.source_patterns, transform.target_patterns, operations=operations)
 
 
@@ -146,24 +147,47 @@ class _Whole(ConversionOps):
         return _Whole()
 
 
-class _TransposeShard(Transpose):
-    """Transposes a stack of expert matrices unless it is in the model's layout; judged by the shapes of one expert."""
+class _ToModelLayout(Transpose):
+    """Transposes a stack of expert matrices unless it is in the model's layout; judged by the shapes of one expert.
+
+    Published Qwen3-VL checkpoints hold `[E, D, 2I]`, those that Transformers saved `[E, 2I, D]`. Which it was is kept
+    on the model, so that saving returns to the layout that was loaded.
+    """
 
     # Transpose.convert is decorated with an untyped torch.no_grad.
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Any]:
         target = self.get_target_pattern(input_dict, source_patterns, target_patterns)
-        value = next(iter(input_dict.values()))
-        tensor = value[0] if isinstance(value, list) else value
+        model, tensor = kwargs["model"], _only(input_dict)
         # Only the first dimension, the experts, is ever sharded here, so the others tell the layout.
-        if self.check_dims and tensor.shape[1:] == kwargs["model"].get_parameter(kwargs["full_layer_name"]).shape[1:]:
-            return {target: tensor}
-        return {target: tensor.transpose(self.dim0, self.dim1).contiguous()}
+        transposed = tensor.shape[1:] != model.get_parameter(kwargs["full_layer_name"]).shape[1:]
+        model.__dict__[_TRANSPOSED] = transposed
+        return {target: tensor.transpose(self.dim0, self.dim1).contiguous() if transposed else tensor}
 
     @property
     def reverse_op(self) -> ConversionOps:
-        return _TransposeShard(self.dim1, self.dim0, self.check_dims)
+        return _ToStoredLayout(self.dim0, self.dim1, self.check_dims)
+
+
+class _ToStoredLayout(Transpose):
+    """On saving, undoes what `_ToModelLayout` did."""
+
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, Any]:
+        target, tensor = self.get_target_pattern(input_dict, source_patterns, target_patterns), _only(input_dict)
+        transposed = kwargs["model"].__dict__.get(_TRANSPOSED, False)
+        return {target: tensor.transpose(self.dim0, self.dim1).contiguous() if transposed else tensor}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return _ToModelLayout(self.dim0, self.dim1, self.check_dims)
+
+
+def _only(input_dict: dict[str, Any]) -> torch.Tensor:
+    value = next(iter(input_dict.values()))
+    return value[0] if isinstance(value, list) else value
 
 
 def _map(value: Any, function: Any) -> Any:

@@ -86,6 +86,11 @@ def reload(root: Path, kinds: list[str], saved: Path, ep_size: int) -> dict[str,
     return results
 
 
+def reload_all(root: Path, loads: list[tuple[list[str], Path]], ep_size: int) -> list[dict[str, list[str]]]:
+    """`reload` of several folders."""
+    return [reload(root, kinds, folder, ep_size) for kinds, folder in loads]
+
+
 def original_state(kind: str, root: Path) -> dict[str, torch.Tensor]:
     """State of the unpatched model as one process loads it."""
     from mok_hf.conversions import register_conversions
