@@ -37,7 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`MoKTimeoutError` is the kernel's: asking for it, as an `except` clause does when something was raised, loads it."""
+    """`MoKTimeoutError` is the kernel's; an `except` clause naming it loads the kernel once something was raised."""
     if name == "MoKTimeoutError":
         from mok_hf import kernel
 
