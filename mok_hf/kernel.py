@@ -1,45 +1,27 @@
 """Finds, checks and loads the compiled kernel. Nothing here runs at import.
 
 Where it is looked for, first match wins: `MOK_KERNEL_PATH`, then `LOCAL_KERNELS` (the variable of the `kernels`
-library), then `csrc/build` of an editable install, then the `mok_hf_kernel` wheel, then the hub. There is no fallback
-to plain PyTorch: without a kernel every entry point raises.
+library), then `csrc/build` of an editable install, then the `mok_hf_kernel` wheel, then the hub (`hub.py`). There is no
+fallback to plain PyTorch: without a kernel every entry point raises.
 """
 
 from __future__ import annotations
 
-import base64
-import contextlib
-import hashlib
 import importlib.util
-import json
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-API_LEVEL = 1
-"""Level of the kernel's Python interface that this package calls; raised when either side changes it."""
-
-HUB_REPO = "mok-hf/mok"
-"""The kernel's name on the hub, and its key in `LOCAL_KERNELS`."""
+from mok_hf import hub, kernel_files
+from mok_hf.kernel_files import HOW_TO_FIX, KernelMismatchError, KernelNotFoundError, one_line
 
 KERNEL_PACKAGE = "mok_hf_kernel"
 
-HOW_TO_FIX = "run `make kernel` in the repository, or set MOK_KERNEL_PATH to a folder that holds a build"
-
-
 _REPOSITORY = Path(__file__).resolve().parent.parent  # of an editable install; site-packages otherwise
-
-
-class KernelNotFoundError(RuntimeError):
-    """No kernel build serves this machine; the message lists every place looked at and the command that helps."""
-
-
-class KernelMismatchError(RuntimeError):
-    """A kernel was found but may not be used: changed files, another API level, or ranks that differ."""
 
 
 @dataclass(frozen=True)
@@ -177,11 +159,11 @@ def _find() -> tuple[ModuleType, KernelInfo]:
             looked.append(f"{place.name}: no folder {place.folder}")
         else:
             # Before anything of it runs: a changed file must not get as far as being imported.
-            _check_digests(place.folder)
+            kernel_files.check(place.folder, place.name)
             try:
                 return _import(place.name, place.folder)
             except FileNotFoundError as error:
-                looked.append(f"{place.name}: no build in {place.folder} serves this machine ({_one_line(error)})")
+                looked.append(f"{place.name}: no build in {place.folder} serves this machine ({one_line(error)})")
         if place.explicit:
             # Whoever names a kernel means that one; another one would be a silent fallback.
             raise KernelNotFoundError(f"No usable kernel. {looked[-1]}. Correct the variable or unset it.")
@@ -193,8 +175,8 @@ def _places() -> Iterator[_Place]:
     path = os.environ.get("MOK_KERNEL_PATH")
     yield _Place("MOK_KERNEL_PATH", Path(path) if path else None, "not set", explicit=bool(path))
 
-    local = _local_kernels().get(HUB_REPO)
-    yield _Place("LOCAL_KERNELS", Path(local) if local else None, f"no entry for {HUB_REPO}", explicit=bool(local))
+    local = _local_kernels().get(hub.REPO)
+    yield _Place("LOCAL_KERNELS", Path(local) if local else None, f"no entry for {hub.REPO}", explicit=bool(local))
 
     yield _Place("csrc/build", _REPOSITORY / "csrc" / "build")
 
@@ -202,7 +184,23 @@ def _places() -> Iterator[_Place]:
     folder = Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
     yield _Place(f"wheel {KERNEL_PACKAGE}", folder and folder / "build", "not installed")
 
-    yield _Place(f"hub {HUB_REPO}", None, "loading from the hub is not supported by this version")
+    yield _hub_place()
+
+
+def _hub_place() -> _Place:
+    """The hub's kernel if it was fetched, or is fetched now because the environment says that it is trusted."""
+    name = f"hub {hub.REPO} at {hub.REVISION}"
+    found = hub.fetched()
+    if found is None:
+        trust = os.environ.get("MOK_TRUST_KERNEL")
+        refusal = hub.untrusted(hub.REPO, trust)
+        if refusal is not None:
+            return _Place(name, None, refusal)
+        try:
+            found = hub.fetch(trust=trust)
+        except KernelNotFoundError as error:
+            return _Place(name, None, str(error))
+    return _Place(name, found.folder)
 
 
 def _local_kernels() -> dict[str, str]:
@@ -227,76 +225,23 @@ def _import(source: str, folder: Path) -> tuple[ModuleType, KernelInfo]:
         raise
     except Exception as error:
         raise KernelMismatchError(
-            f"The kernel in {folder} ({source}) does not load: {_one_line(error)}. Rebuild it: {HOW_TO_FIX}."
+            f"The kernel in {folder} ({source}) does not load: {one_line(error)}. Rebuild it: {HOW_TO_FIX}."
         ) from error
-    loaded = _describe(module, source, Path(module.__file__ or folder).resolve().parent)
-    if loaded.api_level != API_LEVEL:
-        raise KernelMismatchError(
-            f"The kernel in {loaded.path} ({source}) has API level {loaded.api_level}, this mok_hf calls level "
-            f"{API_LEVEL}. Use a kernel and a mok_hf of the same release: {HOW_TO_FIX}."
-        )
+    # Not resolved: in the hub's cache the files are links to blobs.
+    loaded = _describe(module, source, Path(os.path.abspath(module.__file__ or folder)).parent)
+    kernel_files.check_api_level(loaded.api_level, loaded.path, source)
     return module, loaded
 
 
 def _describe(module: ModuleType, source: str, path: Path) -> KernelInfo:
-    metadata: dict[str, Any] = {}
-    with contextlib.suppress(OSError):
-        metadata = json.loads((path / "metadata.json").read_text())
+    metadata: dict[str, Any] = kernel_files.metadata(path) if (path / "metadata.json").is_file() else {}
     version = getattr(module, "__version__", None) or metadata.get("version", "unknown")
-    overall = hashlib.sha256()
-    for name, file in sorted(_files(path).items()) if metadata else ():
-        overall.update(name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return KernelInfo(
         source=source,
         path=path,
         variant=path.name,
         backend=str(metadata.get("backend", {}).get("type", "unknown")),
         version=str(version),
-        digest=overall.hexdigest()[:16],
+        digest=kernel_files.overall_digest(path)[:16] if metadata else "none",
         api_level=int(getattr(module, "API_LEVEL", 0)),
     )
-
-
-def _check_digests(folder: Path) -> None:
-    """Compares every build variant under `folder` with the digest in its metadata.json, where it has one."""
-    for file in sorted(
-        {*folder.glob("metadata.json"), *folder.glob("*/metadata.json"), *folder.glob("build/*/metadata.json")}
-    ):
-        try:
-            digest = json.loads(file.read_text()).get("digest")
-        except ValueError as error:
-            raise KernelMismatchError(f"{file} is not valid JSON ({error}). Rebuild it: {HOW_TO_FIX}.") from error
-        if not digest:
-            continue
-        hasher: Callable[..., Any] | None = getattr(hashlib, str(digest.get("algorithm", "")).lower(), None)
-        expected: dict[str, str] = digest.get("files", {})
-        present = _files(file.parent)
-        wrong = [f"{name} is missing" for name in sorted(expected.keys() - present.keys())]
-        wrong += [f"{name} is not part of the build" for name in sorted(present.keys() - expected.keys())]
-        for name in sorted(expected.keys() & present.keys()):
-            if (
-                hasher is None
-                or base64.b64encode(hasher(present[name].read_bytes()).digest()).decode() != expected[name]
-            ):
-                wrong.append(f"{name} has changed")
-        if wrong:
-            raise KernelMismatchError(
-                f"The kernel in {file.parent} is not the one that was built: {'; '.join(wrong)}. Nothing of it was "
-                f"loaded. Rebuild or reinstall it: {HOW_TO_FIX}."
-            )
-
-
-def _files(variant: Path) -> dict[str, Path]:
-    """The files that a digest covers, as the `kernels` library counts them: no metadata, signature or bytecode."""
-    found = {}
-    for file in variant.rglob("*"):
-        relative = file.relative_to(variant)
-        if not file.is_file() or "__pycache__" in relative.parts or file.suffix in (".pyc", ".sigstore"):
-            continue
-        if str(relative) != "metadata.json":
-            found[relative.as_posix()] = file
-    return found
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from mok_hf import KernelMismatchError, KernelNotFoundError, kernel
+from mok_hf import KernelMismatchError, KernelNotFoundError, kernel, kernel_files
 from tests.distributed import run_ranks
 
 _NUMBER = itertools.count()
@@ -41,8 +41,9 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setattr(kernel, "_loaded", None)
     monkeypatch.setattr(kernel, "_REPOSITORY", tmp_path / "repository")
     monkeypatch.setattr(kernel, "KERNEL_PACKAGE", "mok_hf_kernel_of_this_test")
-    for name in ("MOK_KERNEL_PATH", "LOCAL_KERNELS"):
+    for name in ("MOK_KERNEL_PATH", "LOCAL_KERNELS", "MOK_TRUST_KERNEL"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("KERNELS_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 
@@ -53,10 +54,11 @@ def test_no_kernel_lists_every_place_and_the_command(fresh):
     places = ["MOK_KERNEL_PATH: not set", "LOCAL_KERNELS: no entry for mok-hf/mok", "csrc/build: no folder"]
     places += [
         "wheel mok_hf_kernel_of_this_test: not installed",
-        "hub mok-hf/mok: loading from the hub is not supported",
+        "hub mok-hf/mok at v1: not fetched: mok-hf/mok holds compiled code",
     ]
     positions = [text.index(place) for place in places]
     assert positions == sorted(positions)
+    assert "mok-hf kernel fetch --trust mok-hf/mok" in text and "MOK_TRUST_KERNEL=mok-hf/mok" in text
     assert "make kernel" in text and str(fresh / "repository" / "csrc" / "build") in text
 
 
@@ -127,13 +129,16 @@ def test_digest_covers_the_files_that_the_kernels_library_hashes(fresh):
     (folder / "metadata.json.sigstore").write_text("signature")
     (folder / "__pycache__").mkdir()
     (folder / "__pycache__" / "part.cpython-311.pyc").write_bytes(b"bytecode")
-    assert kernel._files(folder).keys() == Digest.hash_variant(DigestAlgorithm.SHA256, folder).files.keys()
+    assert kernel_files.files(folder).keys() == Digest.hash_variant(DigestAlgorithm.SHA256, folder).files.keys()
 
 
-def test_another_api_level_is_refused(fresh):
-    package(fresh / "repository" / "csrc", api_level=2)
+@pytest.mark.parametrize("api_level", ["2", "int('2')"])
+def test_another_api_level_is_refused(fresh, api_level):
+    """Before anything runs where `__init__.py` says it as a number, after the import otherwise."""
+    package(fresh / "repository" / "csrc", api_level=api_level, body="import sys\nsys.modules['mok_ran_level'] = sys\n")
     with pytest.raises(KernelMismatchError, match=r"API level 2, this mok_hf calls level 1.*same release"):
         kernel.load()
+    assert (sys.modules.pop("mok_ran_level", None) is not None) == ("(" in api_level)
 
 
 def test_a_cpu_kernel_is_refused_for_a_model_on_a_gpu(fresh):
