@@ -41,7 +41,7 @@ def load(path=None):
 
 def check(status):
     if status != 0:
-        raise RuntimeError(f"CUDA error {status}: {torch.cuda.cudart().cudaGetErrorString(status) if False else status}")
+        raise RuntimeError(f"CUDA error {status}")
 
 
 def ptr(t):

@@ -67,7 +67,7 @@ def run(name, tokens, shared, rounds):
         "dense": lambda n: a @ b,
     }
     with torch.no_grad():
-        times, clocks = blocks(functions, rounds=rounds)
+        times, clocks = blocks(functions, block_ms=60, rounds=rounds)
     flops = 6.0 * tokens * d * (k * i + width)
     dense = 2 * 8192**3 / statistics.median(times["dense"]) / 1e9
     useful = tokens * k / (header["tiles"] * TILE)
@@ -92,7 +92,7 @@ def main():
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--shared", choices=("both", "with", "without"), default="both")
     parser.add_argument("--heat", type=float, default=20)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", default=None)
     options = parser.parse_args()
     import transformers

@@ -9,7 +9,7 @@
 //   mok_epilogue   out = shared * scale + sum_k weight_k * ROUTED[k]
 // At one rank the prologue copy and both barriers can be left out: point peer_x[0], peer_ids[0], peer_tokens[0] at the inputs.
 //
-// Build (no torch, no CUDA driver library needed at link time):
+// Build (benchmarks/build.sh; no torch, no CUDA driver library needed at link time):
 //   nvcc -gencode arch=compute_90a,code=sm_90a -std=c++17 -O3 -Xcompiler -fPIC -shared csrc/cuda/*.cu csrc/cuda/sm90/*.cu -o libmok_cuda.so
 // ptxas warnings C7508-C7510 (setmaxnreg ignored, wgmma serialised) are build errors: add -Xptxas -v and look.
 #pragma once
@@ -88,9 +88,6 @@ cudaError_t mok_epilogue(void* out, const void* routed, const float* weight, con
 // pads[r]: uint32 [ranks] of rank r (slot s is written by rank s); epoch: uint32 [1] on this device, starts at 0 like the pads.
 cudaError_t mok_barrier(uint32_t* const* pads, uint32_t* const* abort_words, int rank, int ranks, uint32_t* epoch, uint64_t timeout_ns,
                         MokTimeoutRecord* record, int phase, cudaStream_t stream);
-// Clusters of two CTAs that the device can hold at once.
-int mok_resident_clusters(void);
-
 #ifdef __cplusplus
 }
 #endif

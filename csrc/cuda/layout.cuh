@@ -5,7 +5,7 @@
 
 namespace mok::cuda {
 
-constexpr int kRoutesPerChunk = 512;   // routes that one warp places
+constexpr int kRoutesPerChunk = 512;    // routes that one warp places
 constexpr int kDispatchRows = 8;       // rows a dispatch ticket pulls
 constexpr int kConsumerWarps = 8;      // arrivals a finished gate+up tile adds to its row tile's counter
 

@@ -113,10 +113,6 @@ __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence
 
 // ---- copies -----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void prefetch_tensor_map(const void* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 __device__ __forceinline__ void tensor_load_2d(uint32_t dst, const void* map, uint32_t bar, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(dst),
