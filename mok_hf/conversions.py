@@ -4,11 +4,16 @@ A sharded load reads only this rank's rows of every checkpoint tensor, then runs
 That is right where a conversion keeps rows apart (experts stacked into `[E, 2I, D]`) and silently wrong where it does
 not: `conv1d = cat([q, k, v])` of Kimi-Linear and GLM-5-Next becomes `cat([q_r, k_r, v_r])` on rank r, rows in another
 order, and the vision tower of Kimi-K2.5 is cut across q, k and v. `register_conversions` registers corrected
-conversions for the supported model types; in one process they do what the original ones do.
+conversions for the supported model types; in one process they load what the original ones load.
+
+Some renamings also save under names that published checkpoints do not have, because they read backwards more than they
+renamed: every `mlp` of Kimi-Linear becomes `block_sparse_moe`, that of its dense layer too, and every `layers` of
+Kimi-K2.5 becomes `blocks`, those of the language model too. Both names load; saving gives the published ones.
 """
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,12 +27,23 @@ from transformers.core_model_loading import (
     ConversionOps,
     Transpose,
     WeightConverter,
+    WeightRenaming,
 )
 
 _TRANSPOSED = "_mok_experts_were_transposed"
 # Types whose conversions mix rows, or compare a shard's shape with the whole parameter's (measured: every supported
 # type loaded at fsdp_size=2 and compared with one process, tensor by tensor).
 _MIXING_TYPES = ("kimi_linear", "glm5_next", "glm5_next_text", "kimi_k25", "qwen3_vl_moe")
+
+# Renamings (by their source pattern) that undo more on saving than they did on loading, and narrow ones before them.
+_PUBLISHED_NAMES: dict[str, dict[tuple[str, ...], list[tuple[str, str]]]] = {
+    "kimi_linear": {
+        (r"\.block_sparse_moe\.",): [
+            (rf"\.block_sparse_moe\.{part}\.", rf"\.mlp\.{part}\.") for part in ("experts", "gate", "shared_experts")
+        ]
+    },
+    "kimi_k25": {("blocks",): [("vision_tower.blocks", "vision_tower.layers")]},
+}
 
 
 def register_conversions() -> None:
@@ -38,9 +54,17 @@ def register_conversions() -> None:
     of the Qwen3-Omni talker's code predictor one by one in its sharding plan, which FSDP otherwise refuses.
     """
     for model_type in _MIXING_TYPES:
-        mapping = get_checkpoint_conversion_mapping(model_type)
-        if mapping and any(_is_faulty(transform) for transform in mapping):
-            corrected = [_correct(transform) if _is_faulty(transform) else transform for transform in mapping]
+        mapping = get_checkpoint_conversion_mapping(model_type) or []
+        renames = _PUBLISHED_NAMES.get(model_type, {})
+        corrected: list[Any] = []
+        for transform in mapping:
+            wide = tuple(transform.source_patterns)
+            if type(transform) is WeightRenaming and wide in renames:
+                corrected += [WeightRenaming(*narrow) for narrow in renames[wide]]
+                corrected.append(_OnLoadOnly(transform.source_patterns, transform.target_patterns))
+            else:
+                corrected.append(_correct(transform) if _is_faulty(transform) else transform)
+        if any(new is not old for new, old in zip_longest(corrected, mapping)):
             register_checkpoint_conversion_mapping(model_type, corrected, overwrite=True)
     if get_checkpoint_conversion_mapping("kimi_k2") is None:
         register_checkpoint_conversion_mapping("kimi_k2", get_checkpoint_conversion_mapping("deepseek_v3"))
@@ -92,6 +116,15 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
         placement.is_shard() and parameter.device_mesh.size(dim) > 1
         for dim, placement in enumerate(parameter.placements)
     )
+
+
+class _OnLoadOnly(WeightRenaming):
+    """A renaming that is not undone on saving."""
+
+    __slots__ = ()
+
+    def reverse_transform(self) -> WeightRenaming:
+        return WeightRenaming("no such name", "no such name")
 
 
 class _KeepShard(ConversionOps):

@@ -10,12 +10,14 @@ the wrong place changes the result.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 VOCABULARY = 160
@@ -290,11 +292,27 @@ def build(kind: str, root: Path, name: str | None = None, **overrides: Any) -> P
         return path
     model = make(kind, **overrides)
     model.save_pretrained(path)
-    if kind == "kimi_k2":
-        # Published Kimi-K2 checkpoints are DeepSeek-V3 weights under their own model type.
+    publish(kind, path)
+    return path
+
+
+def publish(kind: str, path: Path) -> None:
+    """Rewrites what `save_pretrained` wrote where published checkpoints of the kind are named or laid out otherwise."""
+    if kind == "kimi_k2":  # DeepSeek-V3 weights under their own model type
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}, indent=2))
-    return path
+    rewrite = {
+        # The dense layer's MLP is called `mlp` there, those of the MoE layers `block_sparse_moe`.
+        "kimi_linear": lambda name, tensor: (re.sub(r"block_sparse_moe(?=\.(gate|up|down)_proj)", "mlp", name), tensor),
+        # Only the vision tower has `blocks`.
+        "kimi_k25": lambda name, tensor: (name.replace("model.blocks", "model.layers"), tensor),
+        # [E, D, 2I] and [E, I, D]
+        "qwen3_vl_moe": lambda name, tensor: (name, tensor.mT.contiguous() if ".experts." in name else tensor),
+    }.get(kind)
+    if rewrite is not None:
+        file = path / "model.safetensors"
+        tensors = dict(rewrite(name, tensor) for name, tensor in load_file(file).items())
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def make(kind: str, **overrides: Any) -> PreTrainedModel:
