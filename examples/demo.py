@@ -26,7 +26,7 @@ FINETUNE = Path(__file__).with_name("finetune.py")
 RANKS = 2
 # A router's near tie that rounds the other way sends a token to another expert, and two right runs part. At this rate,
 # and with embeddings that stand out from one expert's output as in a trained model, relative noise of 1e-5 in every
-# router moves no loss by more than 1e-5; at 5e-4 and embeddings of 0.03, rounding alone moved Qwen3.5's by 1e-3.
+# router moves no loss by more than 1e-5; at 5e-4 and embeddings of 0.04, rounding alone moved Qwen3.5's by 1e-3.
 LEARNING_RATE = 1e-4
 EMBEDDING_STD = 0.5
 TOLERANCE = 1e-4  # relative difference of a step's loss between the two implementations, fp32

@@ -63,10 +63,27 @@ def test_python_in_the_documentation_names_what_exists():
 def test_troubleshooting_quotes_what_the_code_says():
     """Each bold code quote is part of a message in the sources; quotes are matched across the literal's line breaks."""
     page = (ROOT / "docs/troubleshooting.md").read_text()
-    quotes = re.findall(r"\*\*`([^`]+)`\*\*", page)
+    quotes = [" ".join(quote.split()) for quote in re.findall(r"\*\*`([^`]+)`\*\*", page)]
     assert len(quotes) > 20
     sources = [path.read_text() for folder in ("mok_hf", "csrc/torch-ext") for path in (ROOT / folder).rglob("*.py")]
     # Adjacent string literals are one message.
     text = re.sub(r"\"\s*\n\s*f?\"", "", "\n".join(sources))
     missing = [quote for quote in quotes if quote not in text]
     assert not missing, missing
+
+
+def test_the_readmes_code_runs(checkpoints, tmp_path):
+    """Both blocks: in one process, and with the experts shared by two."""
+    from safetensors.torch import load_file
+
+    from tests.distributed import run_ranks
+
+    one, many = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    checkpoint = checkpoints("deepseek_v3")
+    (report,) = run_ranks(1, "tests.training.workers:run_documentation", [one], checkpoint, tmp_path / "none")
+    assert "2 of 2 MoE blocks on the MoK kernel, EP 1" in report
+    run_ranks(2, "tests.training.workers:run_documentation", [one.partition("model =")[0], many], checkpoint, tmp_path)
+    before, after = (load_file(path / "model.safetensors") for path in (checkpoint, tmp_path))
+    assert before.keys() == after.keys()
+    changed = [name for name in before if not before[name].equal(after[name])]
+    assert any(".mlp.experts." in name for name in changed), "two steps have trained the experts"

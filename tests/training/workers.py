@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -180,3 +183,15 @@ def lora_gradients(checkpoint: Path, implementation: str, ep_size: int) -> dict[
 
 def _local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+def run_documentation(blocks: list[str], checkpoint: Path, folder: Path) -> str:
+    """Executes code of the README, one block after the other in one namespace; the report it printed."""
+    items = [{name: tensor[0] for name, tensor in batch(KIND, [LENGTH], seed=index).items()} for index in range(4)]
+    namespace: dict[str, Any] = {"loader": DataLoader(items)}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for block in blocks:
+            code = block.replace("path/to/checkpoint", str(checkpoint)).replace('"out"', f'"{folder}"')
+            exec(code.replace("ep_size=8", f"ep_size={world_size()}"), namespace)
+    return printed.getvalue()
