@@ -193,6 +193,9 @@ def write_checkpoint(family: Family, folder: Path) -> None:
     import torch
     import transformers
 
+    from mok_hf.conversions import register_conversions
+
+    register_conversions()  # saves Kimi-K2.5 under its published names
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
