@@ -1,6 +1,6 @@
 """Mixture-of-Kittens: an expert-parallel MoE layer as one fused, deterministic kernel, forward and backward."""
 
-from . import reference
+from . import layers, reference
 from .errors import MoKTimeoutError
 from .functional import moe, schedule
 from .symmetric import SymmetricBuffer, VirtualGroup
@@ -16,6 +16,7 @@ __all__ = [
     "VirtualGroup",
     "Workspace",
     "check",
+    "layers",
     "moe",
     "reference",
     "schedule",
