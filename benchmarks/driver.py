@@ -1,7 +1,7 @@
 """Drives the CUDA forward from Python through ctypes: one process, one GPU, one or more ranks on it.
 
-A `Group` of R ranks holds every rank's symmetric buffers on the one GPU, so a peer pointer is an ordinary pointer. That is evidence
-of arithmetic and protocol order, not of link behaviour.
+A `Group` of R ranks holds every rank's symmetric buffers on the one GPU, so a peer pointer is an ordinary pointer. That
+is evidence of arithmetic and protocol order, not of link behaviour.
 """
 
 import ctypes
@@ -20,14 +20,22 @@ class TimeoutRecord(ctypes.Structure):
 
 class ForwardArgs(ctypes.Structure):
     _fields_ = (
-        [(n, ctypes.c_int32) for n in (
-            "rank ranks tokens max_tokens topk hidden inter shared_inter local_experts first_expert ring_tiles minibatch_tiles lead_tiles ladder "
-            "store_gate_up").split()]
+        [
+            (n, ctypes.c_int32)
+            for n in (
+                "rank ranks tokens max_tokens topk hidden inter shared_inter local_experts first_expert ring_tiles "
+                "minibatch_tiles lead_tiles ladder store_gate_up"
+            ).split()
+        ]
         + [("swiglu_limit", ctypes.c_float), ("sm_limit", ctypes.c_int32), ("timeout_ns", ctypes.c_uint64)]
         + [(n, ctypes.c_void_p * MAX_RANKS) for n in "peer_x peer_ids peer_tokens peer_routed".split()]
-        + [(n, ctypes.c_void_p) for n in (
-            "gate_up_proj down_proj shared_gate shared_up shared_down ring_x ring_gate_up ring_h shared_gate_up shared_h shared_y "
-            "schedule scratch abort_word record").split()]
+        + [
+            (n, ctypes.c_void_p)
+            for n in (
+                "gate_up_proj down_proj shared_gate shared_up shared_down ring_x ring_gate_up ring_h shared_gate_up "
+                "shared_h shared_y schedule scratch abort_word record"
+            ).split()
+        ]
     )
 
 
@@ -92,15 +100,28 @@ class Group:
         most = max(routes // TILE + min(routes, self.L), 2)
         self.ring_tiles = max(2, min(self.settings.ring_tiles or most, most))
         rows = self.ring_tiles * TILE
-        new = lambda *s, dtype=bf: torch.full(s, float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=dev)
+        new = lambda *s, dtype=bf: torch.full(
+            s, float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=dev
+        )
         self.ranks = []
-        for r in range(self.R):
+        for _ in range(self.R):
             b = dict(
-                x=new(n, self.D), ids=new(n, k, dtype=torch.int32), weight=new(n, k, dtype=torch.float32),
-                tokens=new(1, dtype=torch.int32), routed=new(n * k, self.D), ring_x=new(rows, self.D),
-                ring_gate_up=new(rows, self.I2), ring_h=new(rows, self.I), shared_gate_up=new(n, 2 * max(self.S, 1)),
-                shared_h=new(n, max(self.S, 1)), shared_y=new(n, self.D), abort_word=new(1, dtype=torch.int32),
-                pad=new(MAX_RANKS, dtype=torch.int32), epoch=new(1, dtype=torch.int32), out=new(n, self.D))
+                x=new(n, self.D),
+                ids=new(n, k, dtype=torch.int32),
+                weight=new(n, k, dtype=torch.float32),
+                tokens=new(1, dtype=torch.int32),
+                routed=new(n * k, self.D),
+                ring_x=new(rows, self.D),
+                ring_gate_up=new(rows, self.I2),
+                ring_h=new(rows, self.I),
+                shared_gate_up=new(n, 2 * max(self.S, 1)),
+                shared_h=new(n, max(self.S, 1)),
+                shared_y=new(n, self.D),
+                abort_word=new(1, dtype=torch.int32),
+                pad=new(MAX_RANKS, dtype=torch.int32),
+                epoch=new(1, dtype=torch.int32),
+                out=new(n, self.D),
+            )
             self.ranks.append(b)
         a = self.args(0, self.max_tokens)
         for b in self.ranks:
@@ -114,10 +135,25 @@ class Group:
     def args(self, rank, tokens, x=None):
         s, w, b = self.settings, self.weights[rank], self.ranks[rank]
         a = ForwardArgs(
-            rank=rank, ranks=self.R, tokens=tokens, max_tokens=self.max_tokens, topk=self.topk, hidden=self.D, inter=self.I,
-            shared_inter=self.S, local_experts=self.L, first_expert=rank * self.L, ring_tiles=self.ring_tiles,
-            minibatch_tiles=s.minibatch_tiles, lead_tiles=s.lead_tiles, ladder=s.ladder, store_gate_up=int(s.store_gate_up), swiglu_limit=s.swiglu_limit,
-            sm_limit=s.sm_limit, timeout_ns=int(s.timeout_s * 1e9))
+            rank=rank,
+            ranks=self.R,
+            tokens=tokens,
+            max_tokens=self.max_tokens,
+            topk=self.topk,
+            hidden=self.D,
+            inter=self.I,
+            shared_inter=self.S,
+            local_experts=self.L,
+            first_expert=rank * self.L,
+            ring_tiles=self.ring_tiles,
+            minibatch_tiles=s.minibatch_tiles,
+            lead_tiles=s.lead_tiles,
+            ladder=s.ladder,
+            store_gate_up=int(s.store_gate_up),
+            swiglu_limit=s.swiglu_limit,
+            sm_limit=s.sm_limit,
+            timeout_ns=int(s.timeout_s * 1e9),
+        )
         for r, o in enumerate(self.ranks):
             a.peer_x[r], a.peer_ids[r] = o["x"].data_ptr(), o["ids"].data_ptr()
             a.peer_tokens[r], a.peer_routed[r] = o["tokens"].data_ptr(), o["routed"].data_ptr()
@@ -140,14 +176,39 @@ class Group:
         """alias: leave x where it is (one rank only)."""
         b = self.ranks[rank]
         dst = x if alias else b["x"]
-        check(self.lib.mok_prologue(
-            ptr(dst), ptr(x), ptr(b["ids"]), ptr(ids), int(ids.dtype == torch.int64), ptr(b["weight"]), ptr(weight),
-            int(weight.dtype == torch.bfloat16), ptr(b["tokens"]), x.shape[0], self.topk, self.D, self.stream()))
+        check(
+            self.lib.mok_prologue(
+                ptr(dst),
+                ptr(x),
+                ptr(b["ids"]),
+                ptr(ids),
+                int(ids.dtype == torch.int64),
+                ptr(b["weight"]),
+                ptr(weight),
+                int(weight.dtype == torch.bfloat16),
+                ptr(b["tokens"]),
+                x.shape[0],
+                self.topk,
+                self.D,
+                self.stream(),
+            )
+        )
 
     def barrier(self, rank, phase):
         b = self.ranks[rank]
-        check(self.lib.mok_barrier(self.pads, self.aborts, rank, self.R, ptr(b["epoch"]), self.timeout_ns,
-                                   ctypes.c_void_p(self.record.data_ptr()), phase, self.stream()))
+        check(
+            self.lib.mok_barrier(
+                self.pads,
+                self.aborts,
+                rank,
+                self.R,
+                ptr(b["epoch"]),
+                self.timeout_ns,
+                ctypes.c_void_p(self.record.data_ptr()),
+                phase,
+                self.stream(),
+            )
+        )
 
     def schedule(self, args):
         check(self.lib.mok_schedule(ctypes.byref(args), self.stream()))
@@ -159,9 +220,22 @@ class Group:
     def epilogue(self, rank, tokens, scale=None, out=None):
         b = self.ranks[rank]
         out = b["out"] if out is None else out
-        check(self.lib.mok_epilogue(
-            ptr(out), ptr(b["routed"]), ptr(b["weight"]), ptr(b["ids"]), self.R * self.L, ptr(b["shared_y"]) if self.S else None,
-            ptr(scale), tokens, self.topk, self.D, ptr(b["abort_word"]), self.stream()))
+        check(
+            self.lib.mok_epilogue(
+                ptr(out),
+                ptr(b["routed"]),
+                ptr(b["weight"]),
+                ptr(b["ids"]),
+                self.R * self.L,
+                ptr(b["shared_y"]) if self.S else None,
+                ptr(scale),
+                tokens,
+                self.topk,
+                self.D,
+                ptr(b["abort_word"]),
+                self.stream(),
+            )
+        )
         return out[:tokens]
 
     def forward_single(self, x, ids, weight, scale=None, out=None, args=None):
@@ -205,11 +279,15 @@ class Group:
 
     def header(self, rank=0):
         names = "tiles units minibatches tasks minibatch_tiles lag rows routed_pairs".split()
-        return dict(zip(names, self.ranks[rank]["schedule"][:32].view(torch.int32).tolist()))
+        return dict(zip(names, self.ranks[rank]["schedule"][:32].view(torch.int32).tolist(), strict=True))
 
 
 def reference(x, ids, weight, experts, shared=None, scale=None, limit=0.0, dtype=torch.float64):
-    """The layer in `dtype`, nothing rounded on the way. experts: list of (gate_up [2I, D], down [D, I]); id -1 or too large: masked."""
+    """The layer in `dtype`, nothing rounded on the way.
+
+    experts: list of (gate_up [2I, D], down [D, I]); id -1 or too large: masked.
+    """
+
     def mlp(v, gate, up, down):
         g, u = v @ gate.T, v @ up.T
         if limit > 0:

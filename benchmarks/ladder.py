@@ -1,6 +1,6 @@
 """The ladder's rungs alone: grouped GEMM gate+up and down against torch._grouped_mm, then the whole layer.
 
-    python benchmarks/ladder.py [--shapes kimi,glm] [--out results.json]
+python benchmarks/ladder.py [--shapes kimi,glm] [--out results.json]
 """
 
 import argparse
@@ -32,10 +32,10 @@ def check(group, args, weights, ids, rows):
     tile, worst = 0, 0.0
     flat = ids.flatten()
     for e, n in enumerate(counts):
-        a = rows[tile * 128:tile * 128 + n].double()
+        a = rows[tile * 128 : tile * 128 + n].double()
         if n:
             if args.ladder == GATE_UP_ONLY:
-                got, want = out[tile * 128:tile * 128 + n], a @ weights.gate_up[e].double().T
+                got, want = out[tile * 128 : tile * 128 + n], a @ weights.gate_up[e].double().T
             else:  # row p of an expert is its p-th route
                 got, want = out[(flat == e).nonzero().flatten()], a @ weights.down[e].double().T
             worst = max(worst, relative_error(got, want))
@@ -69,17 +69,34 @@ def run(name, tokens, rounds):
         keep.append((group, rows))
     a, c = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     functions["dense"] = lambda n: a @ c
-    times, clocks = blocks(functions, rounds=rounds)
+    times, _ = blocks(functions, rounds=rounds)
     dense, out = 2 * 8192**3 / statistics.median(times["dense"]) / 1e9, []
     line = f"{name:5s} {tokens:5d} |"
     for label, factor in (("gate_up", 4), ("down", 2)):
         flops = factor * m * d * i
         median, low, high = ratio(times["torch_" + label], times[label])
         for impl, t in (("mok", times[label]), ("torch_grouped_mm", times["torch_" + label])):
-            out.append(dict(device=torch.cuda.get_device_name(), ep=1, shape=name, tokens=tokens, **{"pass": "forward"}, what=label, impl=impl,
-                            ms_median=statistics.median(t), ms_min=min(t), ms_max=max(t), tflops=flops / statistics.median(t) / 1e9,
-                            dense_tflops=dense, rel_error=errors[label] if impl == "mok" else None, torch_over_mok=[median, low, high]))
-        line += f" {label} {out[-2]['tflops']:4.0f} vs {out[-1]['tflops']:4.0f} TF x{median:.3f} [{low:.3f} {high:.3f}] |"
+            out.append(
+                dict(
+                    device=torch.cuda.get_device_name(),
+                    ep=1,
+                    shape=name,
+                    tokens=tokens,
+                    **{"pass": "forward"},
+                    what=label,
+                    impl=impl,
+                    ms_median=statistics.median(t),
+                    ms_min=min(t),
+                    ms_max=max(t),
+                    tflops=flops / statistics.median(t) / 1e9,
+                    dense_tflops=dense,
+                    rel_error=errors[label] if impl == "mok" else None,
+                    torch_over_mok=[median, low, high],
+                )
+            )
+        line += (
+            f" {label} {out[-2]['tflops']:4.0f} vs {out[-1]['tflops']:4.0f} TF x{median:.3f} [{low:.3f} {high:.3f}] |"
+        )
     print(line, f"dense {dense:.0f}", flush=True)
     return out
 
@@ -99,8 +116,16 @@ def main():
             torch.cuda.empty_cache()
     if options.out:
         with open(options.out, "w") as f:
-            json.dump(dict(commit=commit(), date=datetime.date.today().isoformat(), versions=dict(torch=torch.__version__, cuda=torch.version.cuda), rows=rows),
-                      f, indent=1)
+            json.dump(
+                dict(
+                    commit=commit(),
+                    date=datetime.date.today().isoformat(),
+                    versions=dict(torch=torch.__version__, cuda=torch.version.cuda),
+                    rows=rows,
+                ),
+                f,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,10 @@ def commit():
 
 
 def routes(tokens, topk, experts, seed):
-    """Distinct experts a token where there are enough, otherwise uniform draws (the paper shapes at EP 64 have k > experts on a rank)."""
+    """Distinct experts a token where there are enough, otherwise uniform draws.
+
+    The paper's shapes at EP 64 have k > experts on a rank.
+    """
     ids, weight = make_routes(tokens, topk, experts, seed=seed)
     return ids.to(torch.int64), weight
 
@@ -50,11 +53,14 @@ def run(name, tokens, shared, rounds):
         captured, result = graph(lambda: composite(x, ids, w))
         out = torch.full((tokens, d), float("nan"), device="cuda", dtype=torch.bfloat16)
         args = group.args(0, tokens, x)
-        expected = reference(x, ids, w, list(zip(weights[0].gate_up, weights[0].down)), weights[0].shared)
+        expected = reference(x, ids, w, list(zip(weights[0].gate_up, weights[0].down, strict=True)), weights[0].shared)
         ours = group.forward_single(x, ids, w, out=out, args=args)
         captured.replay()
-        errors = {"mok": relative_error(ours, expected), "composite": relative_error(result, expected),
-                  "transformers": relative_error(native(x, ids, w), expected)}
+        errors = {
+            "mok": relative_error(ours, expected),
+            "composite": relative_error(result, expected),
+            "transformers": relative_error(native(x, ids, w), expected),
+        }
         assert all(e < 1e-2 for e in errors.values()), (name, tokens, errors)
         sets.append((x, ids, w, captured, out, args))
         del expected
@@ -75,15 +81,38 @@ def run(name, tokens, shared, rounds):
     for impl in ("mok", "composite", "transformers"):
         t = times[impl]
         median, low, high = ratio(t, times["mok"])
-        rows.append(dict(
-            device=torch.cuda.get_device_name(), ep=1, shape=name, tokens=tokens, shared_inter=width, **{"pass": "forward"}, impl=impl,
-            ms_median=statistics.median(t), ms_min=min(t), ms_max=max(t), tflops=flops / statistics.median(t) / 1e9, dense_tflops=dense,
-            rel_error=errors[impl], sm_mhz=clocks[impl], slower_than_mok=median, slower_than_mok_95=[low, high],
-            settings=dict(useful_rows=useful, minibatch_tiles=header["minibatch_tiles"], graph=impl == "composite") if impl != "transformers" else {}))
+        rows.append(
+            dict(
+                device=torch.cuda.get_device_name(),
+                ep=1,
+                shape=name,
+                tokens=tokens,
+                shared_inter=width,
+                **{"pass": "forward"},
+                impl=impl,
+                ms_median=statistics.median(t),
+                ms_min=min(t),
+                ms_max=max(t),
+                tflops=flops / statistics.median(t) / 1e9,
+                dense_tflops=dense,
+                rel_error=errors[impl],
+                sm_mhz=clocks[impl],
+                slower_than_mok=median,
+                slower_than_mok_95=[low, high],
+                settings=dict(useful_rows=useful, minibatch_tiles=header["minibatch_tiles"], graph=impl == "composite")
+                if impl != "transformers"
+                else {},
+            )
+        )
     m, c, t = rows
-    print(f"{name:5s} {tokens:5d} S={width:4d} | mok {m['ms_median']:.3f} ms {m['tflops']:4.0f} TF ({m['tflops'] / dense * 100:3.0f} % of dense, rows "
-          f"{useful:.3f}) | composite {c['ms_median']:.3f} x{c['slower_than_mok']:.3f} [{c['slower_than_mok_95'][0]:.3f} {c['slower_than_mok_95'][1]:.3f}] | "
-          f"transformers {t['ms_median']:.3f} x{t['slower_than_mok']:.2f} | dense {dense:.0f} | err {m['rel_error']:.1e}", flush=True)
+    print(
+        f"{name:5s} {tokens:5d} S={width:4d} | mok {m['ms_median']:.3f} ms {m['tflops']:4.0f} TF "
+        f"({m['tflops'] / dense * 100:3.0f} % of dense, rows {useful:.3f}) | "
+        f"composite {c['ms_median']:.3f} x{c['slower_than_mok']:.3f} "
+        f"[{c['slower_than_mok_95'][0]:.3f} {c['slower_than_mok_95'][1]:.3f}] | "
+        f"transformers {t['ms_median']:.3f} x{t['slower_than_mok']:.2f} | dense {dense:.0f} | err {m['rel_error']:.1e}",
+        flush=True,
+    )
     return rows
 
 
@@ -102,15 +131,26 @@ def main():
     rows = []
     for name in options.shapes.split(","):
         for shared in (False, True):
-            if (shared and not SHAPES[name]["shared"]) or (options.shared == "with" and not shared) or (options.shared == "without" and shared):
+            if (
+                (shared and not SHAPES[name]["shared"])
+                or (options.shared == "with" and not shared)
+                or (options.shared == "without" and shared)
+            ):
                 continue
             for tokens in SHAPES[name]["tokens"]:
                 rows += run(name, tokens, shared, options.rounds)
                 torch.cuda.empty_cache()
     if options.out:
-        versions = dict(torch=torch.__version__, cuda=torch.version.cuda, triton=triton.__version__, transformers=transformers.__version__)
+        versions = dict(
+            torch=torch.__version__,
+            cuda=torch.version.cuda,
+            triton=triton.__version__,
+            transformers=transformers.__version__,
+        )
         with open(options.out, "w") as f:
-            json.dump(dict(commit=commit(), date=datetime.date.today().isoformat(), versions=versions, rows=rows), f, indent=1)
+            json.dump(
+                dict(commit=commit(), date=datetime.date.today().isoformat(), versions=versions, rows=rows), f, indent=1
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Where a forward's time goes, kernel by kernel; small batches; two ranks on one GPU against one rank on half of it.
 
-    python benchmarks/shares.py [--out results.json]
+python benchmarks/shares.py [--out results.json]
 """
 
 import argparse
@@ -19,7 +19,15 @@ from layer import commit, routes
 from shapes import SHAPES
 from timing import blocks, graph, preheat
 
-KERNELS = ("prologue_kernel", "count_kernel", "prefix_kernel", "place_kernel", "forward_kernel", "sum_kernel", "barrier_kernel")
+KERNELS = (
+    "prologue_kernel",
+    "count_kernel",
+    "prefix_kernel",
+    "place_kernel",
+    "forward_kernel",
+    "sum_kernel",
+    "barrier_kernel",
+)
 
 
 def kernel_times(function, calls=30):
@@ -47,8 +55,15 @@ def shares(name, tokens):
     t = kernel_times(lambda: group.forward_single(x, ids, w, args=args))
     total = sum(t.values())
     schedule = sum(t.get(k, 0) for k in ("count_kernel", "prefix_kernel", "place_kernel"))
-    print(f"{name:5s} {tokens:5d} kernels {total:7.1f} us | " + " ".join(f"{k[:-7]} {v:.1f}" for k, v in t.items()) + f" | schedule {schedule / total * 100:.1f} %", flush=True)
-    return dict(what="shares", shape=name, tokens=tokens, shared_inter=s["shared"], us=t, schedule_share=schedule / total)
+    print(
+        f"{name:5s} {tokens:5d} kernels {total:7.1f} us | "
+        + " ".join(f"{k[:-7]} {v:.1f}" for k, v in t.items())
+        + f" | schedule {schedule / total * 100:.1f} %",
+        flush=True,
+    )
+    return dict(
+        what="shares", shape=name, tokens=tokens, shared_inter=s["shared"], us=t, schedule_share=schedule / total
+    )
 
 
 def small(name):
@@ -60,14 +75,33 @@ def small(name):
         ids, w = routes(tokens, s["topk"], s["experts"], 0)
         args = group.args(0, tokens, x)
         captured, _ = graph(lambda: group.forward_single(x, ids, w, args=args))
-        times, _ = blocks({"eager": lambda n: group.forward_single(x, ids, w, args=args), "graph": lambda n: captured.replay()}, block_ms=10, rounds=4)
-        rows.append(dict(what="small", shape=name, tokens=tokens, eager_us=statistics.median(times["eager"]) * 1e3, graph_us=statistics.median(times["graph"]) * 1e3))
-    print(f"{name:5s} " + " | ".join(f"N={r['tokens']} eager {r['eager_us']:.0f} graph {r['graph_us']:.0f} us" for r in rows), flush=True)
+        times, _ = blocks(
+            {"eager": lambda n: group.forward_single(x, ids, w, args=args), "graph": lambda n: captured.replay()},
+            block_ms=10,
+            rounds=4,
+        )
+        rows.append(
+            dict(
+                what="small",
+                shape=name,
+                tokens=tokens,
+                eager_us=statistics.median(times["eager"]) * 1e3,
+                graph_us=statistics.median(times["graph"]) * 1e3,
+            )
+        )
+    print(
+        f"{name:5s} "
+        + " | ".join(f"N={r['tokens']} eager {r['eager_us']:.0f} graph {r['graph_us']:.0f} us" for r in rows),
+        flush=True,
+    )
     return rows
 
 
 def virtual(name, tokens):
-    """Two ranks of one group in one launch, against two independent layers in one launch with as many rows on the same halves of the SMs."""
+    """Two ranks of one group in one launch, against two independent layers in one launch.
+
+    The layers have as many rows, on the same halves of the SMs.
+    """
     s = SHAPES[name]
     weights = make_weights(2, s["experts"], s["hidden"], s["inter"])
     pair = Group(weights, s["topk"], tokens, Settings())
@@ -78,7 +112,7 @@ def virtual(name, tokens):
 
     def alone():
         args = []
-        for g, x, (ids, w) in zip(singles, xs, own):
+        for g, x, (ids, w) in zip(singles, xs, own, strict=True):
             g.prologue(0, x, ids, w)
             args.append(g.args(0, tokens))
             g.schedule(args[-1])
@@ -87,7 +121,11 @@ def virtual(name, tokens):
     a = kernel_times(lambda: pair.forward(xs, [b[0] for b in both], [b[1] for b in both]), 10)["forward_kernel"]
     b = kernel_times(alone, 10)["forward_kernel"]
     tiles = [pair.header(r)["tiles"] for r in range(2)], [g.header()["tiles"] for g in singles]
-    print(f"{name:5s} {tokens} one group {a:.0f} us, tiles {tiles[0]}; two layers {b:.0f} us, tiles {tiles[1]}; x{a / b:.3f}", flush=True)
+    print(
+        f"{name:5s} {tokens} one group {a:.0f} us, tiles {tiles[0]}; "
+        f"two layers {b:.0f} us, tiles {tiles[1]}; x{a / b:.3f}",
+        flush=True,
+    )
     return dict(what="virtual_ep2", shape=name, tokens=tokens, two_ranks_us=a, two_layers_us=b, tiles=tiles)
 
 
@@ -107,7 +145,16 @@ def main():
         rows.append(virtual(name, 2048))
     if options.out:
         with open(options.out, "w") as f:
-            json.dump(dict(commit=commit(), date=datetime.date.today().isoformat(), versions=dict(torch=torch.__version__, cuda=torch.version.cuda), rows=rows), f, indent=1)
+            json.dump(
+                dict(
+                    commit=commit(),
+                    date=datetime.date.today().isoformat(),
+                    versions=dict(torch=torch.__version__, cuda=torch.version.cuda),
+                    rows=rows,
+                ),
+                f,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,10 @@ import torch
 
 
 def preheat(seconds):
-    """Dense products until the card runs at the clock its power limit allows; a cold card is 20 % faster for half a second."""
+    """Dense products until the card runs at the clock its power limit allows.
+
+    A cold card is 20 % faster for half a second.
+    """
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -21,16 +24,19 @@ def sm_clock():
         import pynvml
 
         pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetClockInfo(pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device()), pynvml.NVML_CLOCK_SM)
+        return pynvml.nvmlDeviceGetClockInfo(
+            pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device()), pynvml.NVML_CLOCK_SM
+        )
     except Exception:  # the clock is a diagnostic, not a result
         return None
 
 
 def blocks(functions, block_ms=40.0, rounds=8, least=5):
-    """Runs each function's block in turn, forwards then backwards (A B B A). Returns name -> list of ms a call, one element a block.
+    """Runs each function's block in turn, forwards then backwards (A B B A).
 
-    Each block is run twice and the second run timed: under the power limit the clock follows the load with a delay of some 50 ms, so a block
-    after an idle or light one is up to 10 % too fast.
+    Returns name -> list of ms a call, one element a block. Each block is run twice and the second run timed: under the
+    power limit the clock follows the load with a delay of some 50 ms, so a block after an idle or light one is up to
+    10 % too fast.
 
     A function takes the iteration number, so that it can rotate over input sets.
     """
@@ -64,7 +70,7 @@ def blocks(functions, block_ms=40.0, rounds=8, least=5):
 
 def ratio(base, ours):
     """Median of base[i] / ours[i] over blocks, and a 95 % interval of it (order statistics)."""
-    r = sorted(b / o for b, o in zip(base, ours))
+    r = sorted(b / o for b, o in zip(base, ours, strict=True))
     n = len(r)
     # Smallest k with P(Binomial(n, 1/2) <= k) > 2.5 %.
     total, k, term = 0.0, 0, 0.5**n

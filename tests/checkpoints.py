@@ -6,7 +6,6 @@ the wrong place changes the result.
 """
 
 # Configs are written as the keywords a config class takes.
-# ruff: noqa: C408
 from __future__ import annotations
 
 import json

@@ -1,5 +1,7 @@
 """The CUDA forward against fp64: shapes, degenerate inputs, settings, EP sizes on one GPU, captured graphs."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -48,7 +50,7 @@ def forward(group, xs, ids, ws, scales, **how):
 def close(outs, expected):
     import driver
 
-    for r, (o, e) in enumerate(zip(outs, expected)):
+    for r, (o, e) in enumerate(zip(outs, expected, strict=True)):
         assert torch.isfinite(o).all(), f"rank {r}: outputs not written"
         assert driver.relative_error(o, e) < TOLERANCE, (r, driver.relative_error(o, e))
 
@@ -62,7 +64,9 @@ CASES = {
     "kimi": dict(ranks=1, tokens=[1100], hidden=7168, inter=2048, experts=6, topk=6, shared=2048, swiglu_limit=1.0),
     "top 16": dict(ranks=1, tokens=[130], hidden=256, inter=128, experts=32, topk=16),
     "no tokens": dict(ranks=1, tokens=[0], hidden=256, inter=128, experts=4, topk=2, shared=128),
-    "small ring": dict(ranks=1, tokens=[2000], hidden=512, inter=256, experts=8, topk=4, shared=192, ring_tiles=8, minibatch_tiles=3),
+    "small ring": dict(
+        ranks=1, tokens=[2000], hidden=512, inter=256, experts=8, topk=4, shared=192, ring_tiles=8, minibatch_tiles=3
+    ),
     "smallest ring": dict(ranks=1, tokens=[2000], hidden=512, inter=256, experts=8, topk=4, ring_tiles=2),
     "two ranks": dict(ranks=2, tokens=[900, 517], hidden=1024, inter=384, experts=6, topk=4, shared=320),
     "a rank without tokens": dict(ranks=2, tokens=[700, 0], hidden=512, inter=256, experts=4, topk=2),
@@ -92,15 +96,25 @@ def test_every_route_to_one_expert_and_repeated_experts(lib):
 def test_bits_do_not_depend_on_settings(lib):
     shape = dict(ranks=2, tokens=[800, 611], hidden=1024, inter=384, experts=6, topk=4, shared=320)
     baseline = None
-    for settings in (dict(), dict(), dict(minibatch_tiles=1), dict(minibatch_tiles=5), dict(ring_tiles=2), dict(ring_tiles=3), dict(ring_tiles=9),
-                     dict(lead_tiles=1, minibatch_tiles=2), dict(sm_limit=8), dict(store_gate_up=False)):
+    for settings in (
+        dict(),
+        dict(),
+        dict(minibatch_tiles=1),
+        dict(minibatch_tiles=5),
+        dict(ring_tiles=2),
+        dict(ring_tiles=3),
+        dict(ring_tiles=9),
+        dict(lead_tiles=1, minibatch_tiles=2),
+        dict(sm_limit=8),
+        dict(store_gate_up=False),
+    ):
         group, *inputs, expected = build(lib, **shape, **settings)
         for one_launch in (True, False):
             outs = forward(group, *inputs, one_launch=one_launch)
             if baseline is None:
                 baseline = outs
                 close(outs, expected)
-            assert all(torch.equal(a, b) for a, b in zip(outs, baseline)), (settings, one_launch)
+            assert all(torch.equal(a, b) for a, b in zip(outs, baseline, strict=True)), (settings, one_launch)
 
 
 def test_bits_do_not_depend_on_the_number_of_ranks(lib):
@@ -114,11 +128,17 @@ def test_bits_do_not_depend_on_the_number_of_ranks(lib):
     results = []
     for ranks in (1, 2, 4):
         share = 12 // ranks
-        weights = [driver.Weights(whole.gate_up[r * share:(r + 1) * share].contiguous(), whole.down[r * share:(r + 1) * share].contiguous(), whole.shared)
-                   for r in range(ranks)]
+        weights = [
+            driver.Weights(
+                whole.gate_up[r * share : (r + 1) * share].contiguous(),
+                whole.down[r * share : (r + 1) * share].contiguous(),
+                whole.shared,
+            )
+            for r in range(ranks)
+        ]
         cuts = [0, 1000] if ranks == 1 else [0, 700, 1000] if ranks == 2 else [0, 100, 101, 640, 1000]
         group = driver.Group(weights, topk, 1000, driver.Settings(), lib=lib)
-        part = lambda t: [t[a:b].contiguous() for a, b in zip(cuts, cuts[1:])]
+        part = lambda t: [t[a:b].contiguous() for a, b in itertools.pairwise(cuts)]
         outs = forward(group, part(x), part(ids), part(w), [None])
         results.append(torch.cat(outs))
     assert torch.isfinite(results[0]).all()
@@ -126,15 +146,15 @@ def test_bits_do_not_depend_on_the_number_of_ranks(lib):
 
 
 def test_padding_rows_are_zero_and_gate_up_is_kept(lib):
-    """What the backward relies on: gate and up of every row in the ring, zeros in the rows that pad an expert's last tile."""
+    """What the backward relies on: gate and up of every row in the ring, zeros where a last tile is padded."""
     group, xs, ids, ws, scales, expected = build(lib, ranks=1, tokens=[500], hidden=512, inter=192, experts=8, topk=2)
     close(forward(group, xs, ids, ws, scales), expected)
     b, weights = group.ranks[0], group.weights[0]
     counts = torch.bincount(ids[0][ids[0] >= 0].flatten(), minlength=8).tolist()
     tile = 0
     for e, n in enumerate(counts):
-        x = b["ring_x"][tile * 128:(tile + -(-n // 128)) * 128]
-        kept = b["ring_gate_up"][tile * 128:tile * 128 + x.shape[0]]
+        x = b["ring_x"][tile * 128 : (tile + -(-n // 128)) * 128]
+        kept = b["ring_gate_up"][tile * 128 : tile * 128 + x.shape[0]]
         want = x.double() @ weights.gate_up[e].double().T
         assert ((kept.double() - want).norm() / want.norm()) < TOLERANCE
         assert not kept[n:].any() and not x[n:].any()
@@ -145,10 +165,22 @@ def test_graph_replays_with_new_routes(lib):
     """Eager, three replays of one captured graph with new inputs, eager."""
     import driver
 
-    group, xs, ids, ws, scales, expected = build(lib, ranks=1, tokens=[900], hidden=512, inter=256, experts=8, topk=4, shared=128)
+    group, xs, ids, ws, *_ = build(lib, ranks=1, tokens=[900], hidden=512, inter=256, experts=8, topk=4, shared=128)
     x, i, w = xs[0].clone(), ids[0].clone(), ws[0].clone()
     run = lambda: group.forward_single(x, i, w)
-    assert driver.relative_error(run(), driver.reference(x, i, w, list(zip(group.weights[0].gate_up, group.weights[0].down)), group.weights[0].shared)) < TOLERANCE
+    assert (
+        driver.relative_error(
+            run(),
+            driver.reference(
+                x,
+                i,
+                w,
+                list(zip(group.weights[0].gate_up, group.weights[0].down, strict=True)),
+                group.weights[0].shared,
+            ),
+        )
+        < TOLERANCE
+    )
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
@@ -158,7 +190,9 @@ def test_graph_replays_with_new_routes(lib):
         x.normal_(), i.copy_(new_ids), w.copy_(new_w)
         out.fill_(float("nan"))
         captured.replay()
-        want = driver.reference(x, i, w, list(zip(group.weights[0].gate_up, group.weights[0].down)), group.weights[0].shared)
+        want = driver.reference(
+            x, i, w, list(zip(group.weights[0].gate_up, group.weights[0].down, strict=True)), group.weights[0].shared
+        )
         assert driver.relative_error(out, want) < TOLERANCE
         replayed = out.clone()
         assert torch.equal(run(), replayed)

@@ -13,7 +13,9 @@ WAIT_DISPATCHED = 4
 def group_of(lib, ranks, **settings):
     import driver
 
-    return driver.Group(driver.make_weights(ranks, 4, 512, 256), 2, 4096, driver.Settings(timeout_s=0.3, **settings), lib=lib)
+    return driver.Group(
+        driver.make_weights(ranks, 4, 512, 256), 2, 4096, driver.Settings(timeout_s=0.3, **settings), lib=lib
+    )
 
 
 def test_missing_rank(lib):
@@ -47,7 +49,9 @@ def test_stalled_megakernel_stops(lib, ranks):
     for r in range(ranks):
         args.append(group.args(r, 4096))
         group.schedule(args[r])
-        group.ranks[r]["scratch"][128:132].view(torch.int32).fill_(1 << 24)  # all dispatch tickets are gone: rows never land
+        group.ranks[r]["scratch"][128:132].view(torch.int32).fill_(
+            1 << 24
+        )  # all dispatch tickets are gone: rows never land
     start = time.monotonic()
     group.megakernel(*args)
     out = group.epilogue(0, 4096)
