@@ -57,8 +57,12 @@ def main() -> None:
         "digest": {"algorithm": "sha256", "files": {str(p.relative_to(staged)): digest(p) for p in files}},
     }
     (staged / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
-    shutil.rmtree(args.out, ignore_errors=True)
+    replaced = args.out.with_name(args.out.name + ".old")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if args.out.exists():
+        args.out.rename(replaced)
     staged.rename(args.out)
+    shutil.rmtree(replaced, ignore_errors=True)
     print(f"{args.out}: {args.name}")
 
 

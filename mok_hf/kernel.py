@@ -21,7 +21,7 @@ from mok_hf.kernel_files import HOW_TO_FIX, KernelMismatchError, KernelNotFoundE
 
 KERNEL_PACKAGE = "mok_hf_kernel"
 
-_REPOSITORY = Path(__file__).resolve().parent.parent  # of an editable install; site-packages otherwise
+REPOSITORY = Path(__file__).resolve().parent.parent  # of an editable install; site-packages otherwise
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _places() -> Iterator[_Place]:
     local = _local_kernels().get(hub.REPO)
     yield _Place("LOCAL_KERNELS", Path(local) if local else None, f"no entry for {hub.REPO}", explicit=bool(local))
 
-    yield _Place("csrc/build", _REPOSITORY / "csrc" / "build")
+    yield _Place("csrc/build", REPOSITORY / "csrc" / "build")
 
     spec = importlib.util.find_spec(KERNEL_PACKAGE)
     folder = Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None

@@ -119,5 +119,36 @@ def refusals_and_updates(repositories, repo, served):
     return refusals(repositories) | {"updates": updates(repo, served)}
 
 
+def wheel(checkpoint):
+    """With the kernel's wheel installed beside the package."""
+    from mok_hf import kernel
+
+    info = kernel.info()
+    return train(checkpoint) | {"source": info.source, "path": str(info.path), "digest": info.digest}
+
+
+def commands(folder):
+    """`mok-hf kernel` from the first question to a locked fetch: [exit status, output] of each."""
+    from typer.testing import CliRunner
+
+    from mok_hf.cli import app
+
+    lock = str(Path(folder) / "mok-kernel.lock")
+    results = {}
+    for name, arguments in {
+        "nothing": ["info"],
+        "no lock yet": ["lock", lock],
+        "untrusted": ["fetch"],
+        "fetch": ["fetch", "--trust", "mok-hf/mok"],
+        "lock": ["lock", lock],
+        "locked": ["fetch", "--lock", lock, "--trust", "mok-hf/mok"],
+        "other": ["fetch", "--repo", "a/other", "--trust", "a/other"],
+        "info": ["info"],
+    }.items():
+        done = CliRunner().invoke(app, ["kernel", *arguments])
+        results[name] = [done.exit_code, done.output]
+    return results | {"lock file": json.loads(Path(lock).read_text())}
+
+
 if __name__ == "__main__":
     print(json.dumps(globals()[sys.argv[1]](*sys.argv[2:])))

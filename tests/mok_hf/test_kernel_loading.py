@@ -39,7 +39,7 @@ def package(folder, *, api_level=1, version="1.0", digest=True, body="", variant
 def fresh(monkeypatch, tmp_path):
     """No kernel loaded yet, and none to be found."""
     monkeypatch.setattr(kernel, "_loaded", None)
-    monkeypatch.setattr(kernel, "_REPOSITORY", tmp_path / "repository")
+    monkeypatch.setattr(kernel, "REPOSITORY", tmp_path / "repository")
     monkeypatch.setattr(kernel, "KERNEL_PACKAGE", "mok_hf_kernel_of_this_test")
     for name in ("MOK_KERNEL_PATH", "LOCAL_KERNELS", "MOK_TRUST_KERNEL"):
         monkeypatch.delenv(name, raising=False)
