@@ -1,4 +1,4 @@
-"""Shared by all tests: offline, a timeout for each, GPU tests only where a GPU is, checkpoints built once."""
+"""Shared by all tests: offline, GPU tests only where a GPU is, checkpoints built once. Timeouts: pyproject.toml."""
 
 from __future__ import annotations
 
@@ -16,22 +16,15 @@ from pathlib import Path
 
 import pytest
 
-DEFAULT_TIMEOUT_S = 180
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA GPU; skipped where there is none")
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
-    skip_gpu = None if torch.cuda.is_available() else pytest.mark.skip(reason="no CUDA GPU here")
+    if torch.cuda.is_available():
+        return
     for item in items:
-        if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(DEFAULT_TIMEOUT_S))
-        if skip_gpu is not None and item.get_closest_marker("gpu") is not None:
-            item.add_marker(skip_gpu)
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
 
 
 @pytest.fixture(scope="session")
