@@ -235,9 +235,7 @@ def generate(kind: str, path: Path) -> tuple[list[int], list[int]]:
     for load in (native, patched):
         model = load(kind, path, 2).eval()
         length = [7, 3][rank]
-        answer = model.generate(
-            prompt, max_new_tokens=length, min_new_tokens=length, do_sample=False, synced_gpus=True
-        )
+        answer = model.generate(prompt, max_new_tokens=length, min_new_tokens=length, do_sample=False, synced_gpus=True)
         tokens.append(answer[0].tolist())
     return tokens[0], tokens[1]
 

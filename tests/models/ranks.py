@@ -24,9 +24,7 @@ def rank_batch(kind: str, rank: int, seed: int = 0, **kwargs: Any) -> dict[str, 
     return batch(kind, LENGTHS[rank], seed=10 * seed + rank, **kwargs)
 
 
-def native(
-    kind: str, path: Path, ep_size: int | None = None, dtype: torch.dtype = torch.float32, **kwargs: Any
-) -> Any:
+def native(kind: str, path: Path, ep_size: int | None = None, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     """The unpatched model: in this process alone, or with `ep_size` under FSDP2 and native expert parallelism."""
     register_conversions()  # Transformers alone loads Kimi-Linear and GLM-5-Next wrong when it shards
     if ep_size is not None:
@@ -57,9 +55,7 @@ def own_errors(kind: str, path: Path, batches: list[dict[str, torch.Tensor]]) ->
     return errors
 
 
-def patched(
-    kind: str, path: Path, ep_size: int = 1, dtype: torch.dtype = torch.float32, **kwargs: Any
-) -> Any:
+def patched(kind: str, path: Path, ep_size: int = 1, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     """The model on the fused layer; every MoE block of it, or this raises."""
     model = mok_hf.from_pretrained(auto_class(kind), path, ep_size=ep_size, dtype=dtype, **kwargs)
     assert isinstance(model, PreTrainedModel)

@@ -75,9 +75,7 @@ def save_zero_reload(root: Path, kinds: list[str], saved: Path, ep_size: int) ->
     return results
 
 
-def reload(
-    root: Path, kinds: list[str], saved: Path, ep_size: int, verify: bool = True
-) -> dict[str, list[str]]:
+def reload(root: Path, kinds: list[str], saved: Path, ep_size: int, verify: bool = True) -> dict[str, list[str]]:
     """Loads what `save_zero_reload` wrote at another EP size; per kind the tensors that differ from the original."""
     results = {}
     for kind in kinds:
