@@ -83,6 +83,13 @@ def offline(checkpoint):
     return result
 
 
+def fetch():
+    """What one rank of several on a machine does."""
+    from mok_hf import hub
+
+    return hub.fetch(trust="mok-hf/mok").commit
+
+
 def refusals(repositories):
     """What fetching each repository says, and what it leaves in the cache."""
     from mok_hf import hub

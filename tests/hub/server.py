@@ -6,6 +6,7 @@ Answers `organizations/{org}/overview`, `kernels/{id}/refs`, `.../tree/{revision
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -23,13 +24,18 @@ class Hub:
         repositories: "org/name" -> folder; its branch is `branch`.
         branch: name of the only branch.
         cut: "org/name/path" -> bytes after which the connection is dropped.
+        stall: "org/name/path" of a file of which only a half is sent, until the hub is closed.
+        stalled: set once that has happened.
         requests: what was asked for, "METHOD path", in order.
     """
 
     repositories: dict[str, Path]
     branch: str = "v1"
     cut: dict[str, int] = field(default_factory=dict)
+    stall: str | None = None
+    stalled: threading.Event = field(default_factory=threading.Event)
     requests: list[str] = field(default_factory=list)
+    _closed: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> Hub:
         hub = self
@@ -43,6 +49,7 @@ class Hub:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closed.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -67,6 +74,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # a client that was killed
+            super().handle()
 
     def do_HEAD(self) -> None:
         self.answer(body=False)
@@ -122,6 +133,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if body:
+            if f"{repo}/{name}" == self.owner.stall:
+                self.wfile.write(content[: len(content) // 2])
+                self.wfile.flush()
+                self.owner.stalled.set()
+                self.owner._closed.wait()
+                return
             limit = self.owner.cut.get(f"{repo}/{name}")
             self.wfile.write(content[:limit])
             if limit is not None:

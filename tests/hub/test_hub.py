@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,11 +44,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(site: Path, hub_url: str, cache: Path, *arguments: str, offline: bool = False) -> dict:
     """One function of child.py in a fresh process: no compiler, no token, its own cache."""
+    return result(start(site, hub_url, cache, *arguments, offline=offline))
+
+
+def start(site: Path, hub_url: str, cache: Path, *arguments: str, offline: bool = False) -> subprocess.Popen:
     empty = site / "empty"
     empty.mkdir(exist_ok=True)
-    inherited = {
-        k: v for k, v in os.environ.items() if not k.startswith(("MOK_", "HF_", "LOCAL_", "KERNELS_", "PYTHON"))
-    }
+    ours = ("MOK_", "HF_", "LOCAL_", "KERNELS_", "PYTHON")
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     environment = inherited | {
         "PATH": str(empty),
         "PYTHONPATH": str(site),
@@ -60,9 +64,17 @@ def run(site: Path, hub_url: str, cache: Path, *arguments: str, offline: bool = 
     if offline:
         environment["HF_HUB_OFFLINE"] = "1"
     command = [sys.executable, str(site / "child.py"), *arguments]
-    done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=empty, env=environment, text=True, **pipes)
+
+
+def result(process: subprocess.Popen) -> Any:
+    try:
+        printed, errors = process.communicate(timeout=280)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    return json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.timeout(600)
@@ -143,6 +155,27 @@ def test_refusals_leave_nothing(site, tmp_path):
     assert updates["locked"] and updates["kept"]
     assert re.search("differs from the one in the lock file", updates["differs"][1])
     assert re.search("functional.py has changed", updates["update"][1])
+
+
+@pytest.mark.timeout(600)
+def test_killed_while_fetching_then_fetched_by_two_at_once(site, tmp_path):
+    repo, cache = repository(tmp_path / "repo"), tmp_path / "cache"
+    library = part(repo, "*.so").relative_to(repo).as_posix()
+    with Hub({REPO: repo}, stall=f"{REPO}/{library}") as hub:
+        killed = start(site, hub.url, cache, "fetch")
+        assert hub.stalled.wait(120), killed.poll()
+        killed.kill()
+        killed.communicate()
+    staging = cache / "kernels/.kernels--mok-hf--mok.fetching"
+    assert any(file.is_file() for file in staging.rglob("*")), "nothing was on its way when it was killed"
+    assert not (cache / "kernels/kernels--mok-hf--mok").exists()
+
+    with Hub({REPO: repo}) as hub:
+        ranks = [start(site, hub.url, cache, "fetch") for _ in range(2)]
+        assert [result(rank) for rank in ranks] == [hub.commit(REPO)] * 2
+        downloads = [request for request in hub.requests if request.startswith("GET") and request.endswith(library)]
+    assert len(downloads) == 1
+    assert not staging.exists()
 
 
 def change(repo: Path, name: str, old: str, new: str) -> None:
