@@ -94,5 +94,5 @@ build/cuda/%.o: csrc/cuda/%.cu $(CUDA_HEADERS)
 	! grep -E 'C75(08|09|10)' $@.log
 
 clean:
-	rm -rf build dist csrc/build csrc/cmake-build demo-output *.egg-info
+	rm -rf build build-cuda dist csrc/build csrc/cmake-build demo-output finetune-output *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
