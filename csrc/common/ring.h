@@ -2,7 +2,9 @@
 //
 // A tile's slot is tile % ring. The forward walks tiles from the last to the first, so the previous occupant of a slot
 // is always tile + ring, at a distance of exactly `ring` tiles, and the ring ends holding tiles [0, ring): macrobatch
-// 0, or everything. The backward walks macrobatches 0, 1, 2, ... and replays all but macrobatch 0.
+// 0, or everything. The backward walks macrobatches 0, 1, 2, ... through a ring of its own, a window, which may be
+// smaller: what it stages lives only until its macrobatch's weight gradients. Tiles the forward's ring does not hold are
+// replayed.
 #pragma once
 
 #include "macros.h"
@@ -24,9 +26,19 @@ struct Ring {
   MOK_HD int64_t macrobatch_of(int64_t tile) const { return tile / size; }
   MOK_HD int64_t macrobatch_begin(int64_t macrobatch) const { return macrobatch * size; }
   MOK_HD int64_t macrobatch_end(int64_t macrobatch) const { return min_of(tiles, (macrobatch + 1) * size); }
-  // The forward's ring still holds these when the backward starts.
-  MOK_HD bool survives(int64_t tile) const { return tile < size; }
 };
+
+// Row tiles of the backward's window when the forward's ring held `saved` tiles of `tiles`: at most `most` where that
+// can be. If tiles are replayed it divides `saved`, so that a macrobatch is replayed as a whole or not at all; a divisor
+// far below `most` would make macrobatches of a few tiles, so then the window is the ring.
+MOK_HD int64_t backward_window(int64_t tiles, int64_t saved, int64_t most) {
+  if (saved <= most) return saved;
+  if (tiles <= saved) return most;
+  for (int64_t window = most; 4 * window >= most; --window) {
+    if (saved % window == 0) return window;
+  }
+  return saved;
+}
 
 // Minibatches divide a macrobatch: none straddles two, or the backward would wait for a tile whose slot is not free.
 struct Minibatches {

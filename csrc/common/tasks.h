@@ -100,7 +100,8 @@ struct ForwardOrder {
 
 template <class Index>
 struct BackwardOrder {
-  Ring ring;
+  Ring ring;             // the window: backward_window
+  int64_t saved;         // row tiles the forward's ring held: a multiple of ring.size, or at least ring.tiles
   int64_t lag;           // row tiles by which dgrad_up trails dgrad_down
   int64_t shared_tiles;  // token tiles of the shared expert, 0 without one
   Parts parts;
@@ -110,6 +111,10 @@ struct BackwardOrder {
   const Index* prefix;  // first tile of each local expert
   int64_t experts;
 
+  MOK_HD bool survives(int64_t tile) const { return tile < saved; }
+  MOK_HD int64_t replay_parts(int64_t macrobatch) const {
+    return survives(ring.macrobatch_begin(macrobatch)) ? 0 : parts.gate_up;
+  }
   MOK_HD int64_t tiles_in(int64_t macrobatch) const {
     return ring.macrobatch_end(macrobatch) - ring.macrobatch_begin(macrobatch);
   }
@@ -146,8 +151,7 @@ struct BackwardOrder {
   }
 
   MOK_HD int64_t dgrad_count(int64_t macrobatch) const {
-    const int64_t replay = macrobatch > 0 ? parts.gate_up : 0;
-    return tiles_in(macrobatch) * (replay + parts.dgrad_down + (dgrad ? parts.dgrad_up : 0));
+    return tiles_in(macrobatch) * (replay_parts(macrobatch) + parts.dgrad_down + (dgrad ? parts.dgrad_up : 0));
   }
   MOK_HD int64_t wgrad_count(int64_t macrobatch) const {
     return wgrad ? (last_expert(macrobatch) - first_expert(macrobatch) + 1) * parts.wgrad : 0;
@@ -175,7 +179,7 @@ struct BackwardOrder {
       return {Op::kWgrad, first_expert(macrobatch) + rest / parts.wgrad, rest % parts.wgrad, macrobatch};
     }
     // A replayed tile's gate+up comes straight before its dgrad_down: one leading step of both.
-    const int64_t replay = macrobatch > 0 ? parts.gate_up : 0;
+    const int64_t replay = replay_parts(macrobatch);
     int64_t position, part;
     bool up;
     Trailing{tiles_in(macrobatch), min_of(lag, tiles_in(macrobatch)), replay + parts.dgrad_down,

@@ -139,7 +139,7 @@ MOK_HD int64_t backward_waits(const BackwardOrder<Index>& order, const Slots& sl
       break;
     case Op::kDgradDown: {
       waits[count++] = arrived(slots.minibatches, tile);
-      if (!ring.survives(tile)) add(Counter::kGateUp, tile, order.parts.gate_up);
+      if (!order.survives(tile)) add(Counter::kGateUp, tile, order.parts.gate_up);
       // The d_gate_up slot has two readers: wgrad, which pull waited for, and dgrad_up, which it did not.
       const int64_t previous = ring.backward_previous(tile);
       if (previous != kNoTile && order.dgrad) add(Counter::kDgradUp, previous, order.parts.dgrad_up);

@@ -8,8 +8,9 @@ namespace mok::cpu {
 
 namespace {
 
-// Everything the threads of one backward share. x and gate/up of macrobatch 0 are the forward's; those of the others
-// are replayed into rings of this call. dOut, weight * h and d_gate_up live until their macrobatch's weight gradients.
+// Everything the threads of one backward share. x and gate/up of the tiles in the forward's ring are the forward's; those
+// of the others are replayed. dOut, weight * h, d_gate_up and what is replayed live in a window of the ring, until their
+// macrobatch's weight gradients: 16 tiles in place of all keep the step's peak memory below native expert parallelism's.
 template <class T>
 struct Backward {
   const Group& group;
@@ -17,11 +18,13 @@ struct Backward {
   const bool dgrad;  // some rank wants dX: every rank then computes and pushes it
   const Shape& shape = call.shape;
   const Layout layout = make_layout(group.max_tokens, shape.top_k, shape.hidden, sizeof(T));
-  const Slots slots{{{call.schedule.tiles(), call.settings.ring}, call.settings.minibatch},
-                    1, min_of(kStagingTiles, call.settings.ring)};
+  const int64_t window = backward_window(call.schedule.tiles(), call.settings.ring,
+                                         max_of(kWindowTiles, 4 * call.settings.compute_threads));
+  const Slots slots{{{call.schedule.tiles(), window}, min_of(call.settings.minibatch, window)},
+                    1, min_of(kStagingTiles, window)};
   const Ring& ring = slots.minibatches.ring;
   const int64_t ring_rows = min_of(ring.size, ring.tiles) * kTileRows;
-  const bool replays = ring.tiles > ring.size;
+  const bool replays = ring.tiles > call.settings.ring;
   const bool shared = shape.shared > 0;
   Buffer<T> dy = Buffer<T>(ring_rows * shape.hidden);
   Buffer<T> weighted_h = Buffer<T>(ring_rows * shape.intermediate);
@@ -34,7 +37,7 @@ struct Backward {
   Buffer<T> shared_d_gate_up = Buffer<T>(shared ? shape.tokens * 2 * shape.shared : 0);
   // fp32 weight gradients of the expert that a macrobatch boundary splits, gate+up then down (bf16 only: an fp32
   // gradient is its own carry). One is enough: waits.h orders its users.
-  const bool carries = replays && sizeof(T) < sizeof(float);
+  const bool carries = ring.tiles > ring.size && sizeof(T) < sizeof(float);
   Buffer<float> carry_gate_up = Buffer<float>(carries ? 2 * shape.intermediate * shape.hidden : 0);
   Buffer<float> carry_down = Buffer<float>(carries ? shape.intermediate * shape.hidden : 0);
 
@@ -48,13 +51,16 @@ struct Backward {
   T* routed_of(int64_t rank) const { return symmetric<T>(rank, layout.routed, nullptr); }
   float* dweight_of(int64_t rank) const { return symmetric<float>(rank, layout.dweight, nullptr); }
 
+  bool survives(int64_t tile) const { return tile < call.settings.ring; }
+  // A surviving tile's slot in the forward's ring is its own number.
   const T* x_row(int64_t tile) const {
-    const T* base = ring.survives(tile) ? call.ring_x : replayed_x.data();
-    return base + ring.slot(tile) * kTileRows * shape.hidden;
+    return survives(tile) ? call.ring_x + tile * kTileRows * shape.hidden
+                          : replayed_x.data() + ring.slot(tile) * kTileRows * shape.hidden;
   }
   const T* gate_up_row(int64_t tile) const {
-    const T* base = ring.survives(tile) ? call.ring_gate_up : replayed_gate_up.data();
-    return base + ring.slot(tile) * kTileRows * 2 * shape.intermediate;
+    const int64_t tile_size = kTileRows * 2 * shape.intermediate;
+    return survives(tile) ? call.ring_gate_up + tile * tile_size
+                          : replayed_gate_up.data() + ring.slot(tile) * tile_size;
   }
   int64_t valid(int64_t tile, int64_t expert) const {
     return rows_in_tile(tile, call.schedule.prefix[expert], call.schedule.rows[expert]);
@@ -85,7 +91,7 @@ class Worker {
   void pull(int64_t tile) {
     const int64_t hidden = b_.shape.hidden, slot = b_.ring.slot(tile) * kTileRows;
     const int64_t* rows = b_.call.schedule.table + tile * kTileRows;
-    const bool replay = !b_.ring.survives(tile);
+    const bool replay = !b_.survives(tile);
     for (int64_t r = 0; r < kTileRows; ++r) {
       T* dy = b_.dy.data() + (slot + r) * hidden;
       T* x = replay ? b_.replayed_x.data() + (slot + r) * hidden : nullptr;
@@ -360,6 +366,7 @@ void backward(const Group& group, const BackwardCall<T>& call) {
   parts.wgrad = 2;
   parts.shared_wgrad = 3;
   const BackwardOrder<int64_t> order{b.ring,
+                                     call.settings.ring,
                                      kLag,
                                      b.shared ? ceil_div(b.shape.tokens, kTileRows) : 0,
                                      parts,

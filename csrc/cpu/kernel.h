@@ -107,6 +107,8 @@ void backward(const Group& group, const BackwardCall<T>& call);
 // Row tiles by which the second operation on a tile trails the first, and how many tiles the buffers between them hold.
 constexpr int64_t kLag = 2;
 constexpr int64_t kStagingTiles = 8;
+// Row tiles of the backward's window, at least; more where many threads share the weight gradients of one.
+constexpr int64_t kWindowTiles = 16;
 
 // Memory of one call, not cleared: every value is written before it is read.
 template <class V>

@@ -47,7 +47,8 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<int64_t>
 constexpr int64_t kControlBytes = 4096;
 static_assert(sizeof(Control) <= kControlBytes, "one page a rank");
 
-// Spins briefly, then yields, then sleeps: ranks and threads often outnumber cores.
+// Spins briefly, then yields, then sleeps, longer each time: ranks and threads often outnumber cores. A sleep is at most
+// a quarter of the wait so far, and at most a millisecond.
 class Backoff {
  public:
   void pause() {
@@ -60,12 +61,14 @@ class Backoff {
       ++count_;
       std::this_thread::yield();
     } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      std::this_thread::sleep_for(std::chrono::microseconds(sleep_));
+      sleep_ = min_of<int64_t>(1000, sleep_ * 5 / 4);
     }
   }
 
  private:
   int count_ = 0;
+  int64_t sleep_ = 50;
 };
 
 class Deadline {

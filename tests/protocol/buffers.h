@@ -57,7 +57,7 @@ inline void Rank::epilogue() const {
 
 inline void Rank::list_accesses(const mok::Task& task, std::vector<Access>& out) {
   const mok::Parts& parts = s_.parts;
-  const int64_t tile = task.index, slot = tile % s_.ring, now = launch_;
+  const int64_t tile = task.index, slot = tile % (backward() ? s_.window : s_.ring), now = launch_;
   const auto read = [&](const char* name, std::vector<Cell>& cells, int64_t slot, int64_t blocks, int64_t stamp,
                         Mode mode = Mode::kRead) {
     for (int64_t b = 0; b < blocks; ++b) out.push_back({&cells.at(slot * blocks + b), mode, stamp, 0, 0, name});
@@ -109,7 +109,7 @@ inline void Rank::list_accesses(const mok::Task& task, std::vector<Access>& out)
     case Op::kDgradDown:
       read("dOut", dy_ring_, slot, 1, stamp_of(now, tile));
       if (tile < s_.ring) {
-        read("gate/up", saved().gate_up, slot, parts.gate_up, stamp_of(saved().launch, tile), Mode::kReadSaved);
+        read("gate/up", saved().gate_up, tile, parts.gate_up, stamp_of(saved().launch, tile), Mode::kReadSaved);
       } else {
         read("replayed gate/up", gate_up_replay_, slot, parts.gate_up, stamp_of(now, tile));
       }
@@ -125,12 +125,12 @@ inline void Rank::list_accesses(const mok::Task& task, std::vector<Access>& out)
       const int64_t begin = backward_.wgrad_begin(task.index, task.macrobatch);
       const int64_t end = backward_.wgrad_end(task.index, task.macrobatch);
       for (int64_t t = begin; t < end; ++t) {
-        const int64_t at = t % s_.ring;
+        const int64_t at = t % s_.window;
         read("dOut", dy_ring_, at, 1, stamp_of(now, t));
         read("d_gate_up", d_gate_up_, at, parts.dgrad_down, stamp_of(now, t));
         read("w*h", weighted_h_, at, parts.dgrad_down, stamp_of(now, t));
         if (t < s_.ring) {
-          read("x", saved().x, at, 1, stamp_of(saved().launch, t), Mode::kReadSaved);
+          read("x", saved().x, t, 1, stamp_of(saved().launch, t), Mode::kReadSaved);
         } else {
           read("replayed x", x_replay_, at, 1, stamp_of(now, t));
         }

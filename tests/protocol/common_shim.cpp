@@ -12,7 +12,7 @@ static_assert(std::is_same_v<decltype(Task{}.index), int64_t> && std::is_same_v<
 static_assert(std::is_same_v<decltype(row_route(0)), int64_t> && std::is_same_v<decltype(Layout{}.routed), int64_t>);
 
 struct Settings {
-  int64_t tiles, ring, minibatch, h, y, lag, shared_tiles;
+  int64_t tiles, ring, saved, minibatch, h, y, lag, shared_tiles;
   int64_t gate_up, down, shared, dgrad_down, dgrad_up, wgrad, shared_dgrad, shared_wgrad;  // parts
   int64_t want_dgrad, want_wgrad, want_shared_wgrad, experts;
   const int64_t* prefix;
@@ -46,7 +46,7 @@ void put(Record* record, const Slots& slots, const Task& task, const Wait* waits
 }
 
 BackwardOrder<int64_t> backward_of(const Settings& s) {
-  return {slots_of(s).minibatches.ring, s.lag, s.shared_tiles, parts_of(s), s.want_dgrad != 0, s.want_wgrad != 0,
+  return {slots_of(s).minibatches.ring, s.saved, s.lag, s.shared_tiles, parts_of(s), s.want_dgrad != 0, s.want_wgrad != 0,
           s.want_shared_wgrad != 0, s.prefix, s.experts};
 }
 ForwardOrder forward_of(const Settings& s) {
@@ -72,13 +72,16 @@ int64_t shim_expert_of_tile(const int64_t* prefix, int64_t experts, int64_t tile
 int64_t shim_rows_in_tile(int64_t tile, int64_t first, int64_t rows) { return rows_in_tile(tile, first, rows); }
 int64_t shim_most_tiles(int64_t routes, int64_t experts) { return most_tiles(routes, experts); }
 
-// out: slot, forward_previous, backward_previous, macrobatch, its begin, its end, survives, macrobatches.
+// out: slot, forward_previous, backward_previous, macrobatch, its begin, its end, macrobatches.
 void shim_ring(int64_t tiles, int64_t size, int64_t tile, int64_t* out) {
   const Ring ring{tiles, size};
   const int64_t m = ring.macrobatch_of(tile);
   const int64_t values[] = {ring.slot(tile), ring.forward_previous(tile), ring.backward_previous(tile), m,
-                            ring.macrobatch_begin(m), ring.macrobatch_end(m), ring.survives(tile), ring.macrobatches()};
-  for (int i = 0; i < 8; ++i) out[i] = values[i];
+                            ring.macrobatch_begin(m), ring.macrobatch_end(m), ring.macrobatches()};
+  for (int i = 0; i < 7; ++i) out[i] = values[i];
+}
+int64_t shim_backward_window(int64_t tiles, int64_t saved, int64_t most) {
+  return backward_window(tiles, saved, most);
 }
 int64_t shim_minibatch_count(int64_t tiles, int64_t ring, int64_t size) {
   return Minibatches{{tiles, ring}, size}.count();

@@ -33,10 +33,12 @@ class Rank {
   Rank(const Scenario& scenario, const Rules& rules, int64_t rank, std::vector<Rank*>& peers)
       : s_(scenario), rules_(rules), peers_(peers), schedule_(scenario.schedules[rank]) {
     const mok::Ring ring{schedule_.tiles(), s_.ring};
-    slots_ = {{ring, s_.minibatch}, s_.h, s_.y};
-    const int64_t lag = rules.forward_lag(s_.lag, slots_);
+    const mok::Ring window{schedule_.tiles(), s_.window};
+    forward_slots_ = {{ring, s_.minibatch}, s_.h, s_.y};
+    backward_slots_ = {{window, mok::min_of(s_.minibatch, s_.window)}, s_.h, s_.y};
+    const int64_t lag = rules.forward_lag(s_.lag, forward_slots_);
     forward_ = {ring, lag, s_.shared_tiles, s_.parts};
-    backward_ = {ring,    s_.lag,  s_.shared_tiles, s_.parts, s_.dgrad,
+    backward_ = {window,  s_.ring, s_.lag,          s_.shared_tiles,          s_.parts, s_.dgrad,
                  s_.wgrad, s_.shared_wgrad, schedule_.prefix.data(), s_.experts};
     for (int64_t i = 0; i < s_.comm_workers + s_.compute_workers; ++i) {
       workers.emplace_back();
@@ -46,13 +48,15 @@ class Rank {
     ids_ = s_.ids[rank].data();
     h_.resize(s_.h * s_.parts.gate_up);
     y_.resize(s_.y * mok::max_of(s_.parts.down, s_.parts.dgrad_up));
-    dy_ring_.resize(s_.ring), x_replay_.resize(s_.ring), gate_up_replay_.resize(s_.ring * s_.parts.gate_up);
-    d_gate_up_.resize(s_.ring * s_.parts.dgrad_down), weighted_h_ = d_gate_up_;
+    dy_ring_.resize(s_.window), x_replay_.resize(s_.window), gate_up_replay_.resize(s_.window * s_.parts.gate_up);
+    d_gate_up_.resize(s_.window * s_.parts.dgrad_down), weighted_h_ = d_gate_up_;
     carry_.resize(s_.parts.wgrad);
     shared_grad_.resize(s_.shared_tiles * s_.parts.shared_dgrad);
     for (int64_t e = 0; e < mok::kCounters; ++e) {
-      counters_[e].assign(mok::counter_length(static_cast<mok::Counter>(e), slots_.minibatches, s_.experts,
-                                              s_.shared_tiles), 0);
+      const auto length = [&](const mok::Slots& slots) {
+        return mok::counter_length(static_cast<mok::Counter>(e), slots.minibatches, s_.experts, s_.shared_tiles);
+      };
+      counters_[e].assign(mok::max_of(length(forward_slots_), length(backward_slots_)), 0);
     }
   }
 
@@ -116,7 +120,7 @@ class Rank {
   const Rules& rules_;
   std::vector<Rank*>& peers_;
   const Schedule& schedule_;
-  mok::Slots slots_;
+  mok::Slots forward_slots_, backward_slots_;
   mok::ForwardOrder forward_;
   mok::BackwardOrder<int64_t> backward_;
 
@@ -132,6 +136,7 @@ class Rank {
   std::vector<int64_t> dw_next_, dw_rounded_;  // [expert, part] tile that comes next, roundings
 
   bool backward() const { return s_.launches[launch_].backward; }
+  const mok::Slots& slots() const { return backward() ? backward_slots_ : forward_slots_; }
   int64_t call() const { return s_.launches[launch_].call; }
   Saved& saved() { return saved_[call()]; }
 
@@ -154,12 +159,12 @@ class Rank {
     worker.ticket = next++;
     if (backward()) {
       worker.task = worker.comm ? backward_.comm(worker.ticket) : backward_.compute(worker.ticket);
-      worker.wait_count = mok::backward_waits(backward_, slots_, worker.task, worker.waits);
+      worker.wait_count = mok::backward_waits(backward_, backward_slots_, worker.task, worker.waits);
     } else {
       worker.task = worker.comm ? rules_.forward_comm(forward_, worker.ticket) : forward_.compute(worker.ticket);
-      worker.wait_count = mok::forward_waits(forward_, slots_, worker.task, worker.waits);
+      worker.wait_count = mok::forward_waits(forward_, forward_slots_, worker.task, worker.waits);
     }
-    worker.wait_count = rules_.distort(slots_, worker.task, worker.waits, worker.wait_count);
+    worker.wait_count = rules_.distort(slots(), worker.task, worker.waits, worker.wait_count);
     worker.state = Worker::kWaiting;
     return true;
   }
@@ -169,7 +174,7 @@ class Rank {
     for (const Access& access : worker.accesses) finish(access);
     if (task.op == Op::kCombine || task.op == Op::kPush) write_rows(task.index, &Rank::routed_);
     if (task.op == Op::kWgrad) accumulate(task);
-    const mok::Signal signal = rules_.signal(slots_, task);
+    const mok::Signal signal = rules_.signal(slots(), task);
     if (signal.counter != mok::Counter::kNone) {
       const int64_t count = ++counters_[static_cast<int64_t>(signal.counter)].at(signal.index);
       // The last part of the tile sums the router partials and stores them with their owners.

@@ -44,6 +44,7 @@ struct Scenario {
   std::vector<Schedule> schedules;
 
   int64_t ring, minibatch, h, y, lag;  // row tiles; lag before the clamp
+  int64_t window;                      // the backward's ring
   int64_t shared_tiles;
   mok::Parts parts;
   bool dgrad, wgrad, shared_wgrad;
@@ -115,6 +116,8 @@ inline Scenario make_scenario(Random& random) {
     most = mok::max_of(most, s.schedules.back().tiles());
   }
   s.ring = random.any({1, 2, 3, random.between(1, most), random.between(1, (most + 1) / 2), most, most + 2});
+  s.window = s.replays() ? mok::backward_window(most, s.ring, random.between(1, s.ring)) : random.between(1, s.ring);
+  if (random.chance(40)) s.window = s.ring;
   s.minibatch = random.any({1, mok::min_of<int64_t>(2, s.ring), random.between(1, s.ring), s.ring});
   s.h = random.any({1, 2, random.between(1, most), most});
   s.y = random.any({1, 2, random.between(1, most), most});

@@ -29,7 +29,7 @@ void cover(const Scenario& s, std::map<std::string, int64_t>& coverage) {
       const int64_t begin = schedule.prefix[e], end = schedule.prefix[e + 1];
       empty_expert |= begin == end && tiles > 0;
       one_expert |= end - begin == tiles && tiles > 1 && s.experts > 1;
-      if (begin < end && begin / s.ring != (end - 1) / s.ring) ++splits;
+      if (begin < end && begin / s.window != (end - 1) / s.window) ++splits;
     }
     carry |= splits > 0, chained |= splits > 1;
     no_tiles |= tiles == 0, no_tokens |= s.ids[r].empty();
@@ -50,6 +50,8 @@ void cover(const Scenario& s, std::map<std::string, int64_t>& coverage) {
   count("replay", replays);
   count("partial last macrobatch", partial);
   count("minibatch does not divide the ring", uneven);
+  count("the backward's window is smaller than the ring", s.window < s.ring);
+  count("so is it, with replay", s.window < s.ring && replays);
   count("ring of one tile", s.ring == 1 && replays);
   count("ring holds everything", !replays);
   count("an expert split between macrobatches", carry);

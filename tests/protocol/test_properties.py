@@ -23,7 +23,7 @@ relaxed = settings(
 
 class Settings(ctypes.Structure):
     _fields_ = [
-        *[(name, ctypes.c_int64) for name in ("tiles", "ring", "minibatch", "h", "y", "lag", "shared_tiles")],
+        *[(name, ctypes.c_int64) for name in ("tiles", "ring", "saved", "minibatch", "h", "y", "lag", "shared_tiles")],
         *[(name, ctypes.c_int64) for name in ("gate_up", "down", "shared", "dgrad_down", "dgrad_up", "wgrad")],
         *[(name, ctypes.c_int64) for name in ("shared_dgrad", "shared_wgrad")],
         *[(name, ctypes.c_int64) for name in ("want_dgrad", "want_wgrad", "want_shared_wgrad", "experts")],
@@ -131,22 +131,35 @@ def test_a_table_entry_holds_any_rank_and_route(common, rank, route):
 @relaxed
 @given(st.integers(1, 40), st.integers(1, 45))
 def test_slots_change_hands_as_both_orders_say(common, tiles, size):
-    ring = {tile: common.array("ring", 8, tiles, size, tile) for tile in range(tiles)}
+    ring = {tile: common.array("ring", 7, tiles, size, tile) for tile in range(tiles)}
     holder: dict[int, int] = {}
     for tile in reversed(range(tiles)):  # the forward
         slot, previous, *_ = ring[tile]
         assert 0 <= slot < size and previous == holder.get(slot, NO_TILE)
         holder[slot] = tile
-    assert {tile for tile in range(tiles) if ring[tile][6]} == set(holder.values()) == set(range(min(tiles, size)))
+    assert set(holder.values()) == set(range(min(tiles, size)))
     holder = {}
     for tile in range(tiles):  # the backward
         slot, _, previous, *_ = ring[tile]
         assert previous == holder.get(slot, NO_TILE)
         holder[slot] = tile
     for tile in range(tiles):
-        *_, macrobatch, begin, end, _, macrobatches = ring[tile]
+        *_, macrobatch, begin, end, macrobatches = ring[tile]
         assert begin <= tile < end <= begin + size and 0 <= macrobatch < macrobatches
         assert begin == macrobatch * size and macrobatches == -(-tiles // size)
+
+
+@relaxed
+@given(st.integers(0, 400), st.integers(1, 200), st.integers(1, 64))
+def test_backward_window(common, tiles, saved, most):
+    """No macrobatch of the window holds both tiles that survived and tiles that are replayed."""
+    window = common.backward_window(tiles, saved, most)
+    assert 1 <= window <= saved
+    if tiles > saved:
+        assert saved % window == 0
+        assert window == saved or most / 4 <= window <= most
+    else:
+        assert window == min(saved, most)
 
 
 @st.composite
@@ -194,7 +207,15 @@ def calls(draw):
     prefix = prefix_of(draw(expert_tiles))
     tiles = prefix[-1]
     ring = draw(st.integers(1, tiles + 2))
-    values = [tiles, ring, draw(st.integers(1, ring)), draw(st.integers(1, tiles + 2)), draw(st.integers(1, tiles + 2))]
+    saved = ring * draw(st.integers(1, 3)) if draw(st.booleans()) else tiles + draw(st.integers(0, 3))
+    values = [
+        tiles,
+        ring,
+        max(saved, ring),
+        draw(st.integers(1, ring)),
+        draw(st.integers(1, tiles + 2)),
+        draw(st.integers(1, tiles + 2)),
+    ]
     values += [draw(st.integers(0, tiles + 2)), draw(st.integers(0, 3))]  # lag, shared tiles
     values += [draw(st.integers(1, 3)) for _ in range(8)]
     values += [draw(st.integers(0, 1)) for _ in range(3)]
@@ -214,7 +235,7 @@ def expected_backward(s, prefix):
     compute = [("SharedDgrad", t, p, 0) for t in range(s.shared_tiles) for p in range(s.shared_dgrad)]
     if s.shared_tiles and s.want_shared_wgrad:
         compute += [("SharedWgrad", 0, p, 0) for p in range(s.shared_wgrad)]
-    compute += [("Replay", t, p, 0) for t in range(s.ring, s.tiles) for p in range(s.gate_up)]
+    compute += [("Replay", t, p, 0) for t in range(s.saved, s.tiles) for p in range(s.gate_up)]
     compute += [("DgradDown", t, p, 0) for t in range(s.tiles) for p in range(s.dgrad_down)]
     if s.want_dgrad:
         compute += [("DgradUp", t, p, 0) for t in range(s.tiles) for p in range(s.dgrad_up)]
@@ -319,7 +340,7 @@ def test_task_orders_at_200k_rows(common):
     """Counts of tasks stay exact with parts: 1,563 tiles of 96 column blocks, in a ring that divides nothing."""
     tiles = -(-200_000 // common.tile_rows())
     call = Call(
-        Settings(tiles, 97, 7, 5, 3, 4, 0, 96, 96, 1, 2, 2, 2, 1, 1, 1, 1, 0, 1, int64s([0, tiles])), [0, tiles]
+        Settings(tiles, 97, 97, 7, 5, 3, 4, 0, 96, 96, 1, 2, 2, 2, 1, 1, 1, 1, 0, 1, int64s([0, tiles])), [0, tiles]
     )
     assert common.count(ctypes.byref(call.settings), 0, 0) == tiles * 192
     last = call.tasks(common, False, False)[-1]
