@@ -62,6 +62,13 @@ def test_no_kernel_lists_every_place_and_the_command(fresh):
     assert "make kernel" in text and str(fresh / "repository" / "csrc" / "build") in text
 
 
+def test_trusted_but_offline_says_so(fresh, monkeypatch):
+    monkeypatch.setenv("MOK_TRUST_KERNEL", "mok-hf/mok")
+    with pytest.raises(KernelNotFoundError, match=r"hub mok-hf/mok at v1: .*not been fetched and HF_HUB_OFFLINE is set"):
+        kernel.load()
+    assert not list((fresh / "cache").glob("kernels--*"))
+
+
 def test_resolution_order(fresh, monkeypatch):
     wheel = fresh / "site" / "mok_hf_kernel_of_this_test"
     package(wheel, version="wheel")
