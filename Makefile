@@ -8,7 +8,6 @@ PYTHON   ?= python3
 # Installed before anything else, so that no later requirement picks another build of it.
 TORCH    ?= torch==2.13.0
 NVCC     ?= nvcc
-JOBS     ?= 2
 
 VENV     := .venv
 BIN      := $(VENV)/bin
@@ -50,10 +49,7 @@ KERNEL_SOURCES := $(shell find csrc -type f -not -path 'csrc/build/*' -not -path
 kernel: csrc/cmake-build/.installed
 
 csrc/cmake-build/.installed: $(KERNEL_SOURCES) $(INSTALLED)
-	$(BIN)/cmake -S csrc -B csrc/cmake-build -G Ninja -DCMAKE_BUILD_TYPE=Release \
-	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DPython3_EXECUTABLE=$(abspath $(BIN)/python)
-	$(BIN)/cmake --build csrc/cmake-build --parallel $(JOBS)
-	$(BIN)/cmake --install csrc/cmake-build
+	$(BIN)/mok-hf kernel build --source csrc
 	touch $@
 
 demo: setup
