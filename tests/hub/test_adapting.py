@@ -41,7 +41,7 @@ def test_one_name_everywhere():
 
 
 def test_the_cards_code_runs(monkeypatch):
-    monkeypatch.setenv("LOCAL_KERNELS", f"{hub.REPO}={kernel.info().path.parent.parent}")
+    monkeypatch.setenv("LOCAL_KERNELS", f"{hub.REPO}={kernel.info().path}")
     names: dict = {}
     exec(code("csrc/CARD.md"), names)
     mok, gradients = names["mok"], [names[name].grad for name in ("x", "gate_up", "down")]

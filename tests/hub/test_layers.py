@@ -64,7 +64,8 @@ def step(forward, module, tokens, dtype=torch.float32):
 
 
 def local():
-    return LocalLayerRepository(kernel.info().path.parent, layer_name="MoKExperts")
+    # The variant itself: of a repository, a CUDA build of torch would not pick the CPU's.
+    return LocalLayerRepository(kernel.info().path, layer_name="MoKExperts")
 
 
 def kernelized(mode, repository=None, **options):
@@ -96,7 +97,7 @@ def test_inference_matches_the_layer_it_replaces():
 
 def test_the_named_repository_of_the_hub(monkeypatch):
     """LayerRepository, served from a folder."""
-    monkeypatch.setenv("LOCAL_KERNELS", f"{REPO}={kernel.info().path.parent.parent}")
+    monkeypatch.setenv("LOCAL_KERNELS", f"{REPO}={kernel.info().path}")
     module = kernelized(Mode.TRAINING, LayerRepository(REPO, layer_name="MoKExperts", revision="v1"))
     native = ToyExperts()
     for got, expected in zip(step(module, module, 20), step(native, native, 20), strict=True):

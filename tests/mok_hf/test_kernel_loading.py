@@ -64,7 +64,7 @@ def test_no_kernel_lists_every_place_and_the_command(fresh):
 
 def test_trusted_but_offline_says_so(fresh, monkeypatch):
     monkeypatch.setenv("MOK_TRUST_KERNEL", "mok-hf/mok")
-    with pytest.raises(KernelNotFoundError, match="hub mok-hf/mok at v1: .*been fetched and HF_HUB_OFFLINE is set"):
+    with pytest.raises(KernelNotFoundError, match=r"hub mok-hf/mok at v1: .*been fetched and HF_HUB_OFFLINE is set"):
         kernel.load()
     assert not list((fresh / "cache").glob("kernels--*"))
 
