@@ -112,7 +112,7 @@ def abi_problems(library: Path) -> list[str]:
 
 
 def operator_problems(variant: Path) -> list[str]:
-    """Operators of a variant that return tensors and have no fake; imports the kernel.
+    """Operators of a variant that return tensors and have no fake, or why it does not load; imports the kernel.
 
     Raises:
         KernelMismatchError: its files were changed, or its API level is another one.
@@ -120,7 +120,11 @@ def operator_problems(variant: Path) -> list[str]:
     from kernels import get_local_kernel
 
     kernel_files.check(variant, str(variant), digest_required=True)
-    return operators_without_fake(get_local_kernel(variant), kernel_files.metadata(variant)["id"])
+    try:
+        loaded = get_local_kernel(variant)
+    except Exception as error:
+        return [f"it does not load on this machine: {kernel_files.one_line(error)}"]
+    return operators_without_fake(loaded, kernel_files.metadata(variant)["id"])
 
 
 def operators_without_fake(kernel: ModuleType, namespace: str) -> list[str]:

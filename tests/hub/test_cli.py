@@ -108,6 +108,14 @@ def test_check_names_an_operator_without_a_fake():
     assert "registers no operators" in kernel_check.operators_without_fake(kernel.load(), "mok_test_nothing")[0]
 
 
+def test_check_of_a_build_that_does_not_load(tmp_path):
+    folder = repository(tmp_path / "repo")
+    change(folder, "__init__.py", "from . import layers", "import no_such_module\nfrom . import layers")
+    status, text = invoke("check", folder)
+    assert status == 1 and "it does not load on this machine: No module named 'no_such_module'" in text
+    assert text.count(": ok") == 4
+
+
 def test_check_without_a_build(tmp_path):
     status, text = invoke("check", tmp_path)
     assert status == 1 and "holds no build variant" in text
