@@ -77,12 +77,19 @@ def kernelized(mode, repository=None, **options):
 
 
 @pytest.mark.parametrize("clamp", [None, "limit", "swiglu_limit"])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_training_matches_the_layer_it_replaces(dtype, bound, clamp):
-    module = kernelized(Mode.TRAINING, dtype=dtype, clamp=clamp)
-    native = ToyExperts(dtype, clamp)
-    for got, expected in zip(step(module, module, 50, dtype), step(native, native, 50, dtype), strict=True):
-        assert relative_error(got, expected) < bound
+    """Against fp64; where rounding moves a value over the clamp's edge, as close as the layer that it replaces is."""
+    module, native = kernelized(Mode.TRAINING, dtype=dtype, clamp=clamp), ToyExperts(dtype, clamp)
+    exact = ToyExperts(dtype, clamp).double()
+    x, ids, weights = (t.detach() for t in inputs(50, dtype))
+    leaves = [x.double().requires_grad_(), weights.double().requires_grad_()]
+    out = exact(leaves[0], ids, leaves[1])
+    out.backward(torch.linspace(-1, 1, out.numel()).reshape(out.shape).to(dtype).double())
+    expected = [out.detach(), leaves[0].grad, leaves[1].grad, exact.gate_up_proj.grad, exact.down_proj.grad]
+    results = zip(step(module, module, 50, dtype), step(native, native, 50, dtype), expected, strict=True)
+    for got, replaced, value in results:
+        assert relative_error(got, value) < max(bound, 1.5 * relative_error(replaced, value))
 
 
 def test_inference_matches_the_layer_it_replaces():
