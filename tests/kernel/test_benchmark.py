@@ -1,0 +1,31 @@
+"""The CPU benchmark runs, compares before it times, and measures memory of both implementations."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(300)
+def test_cpu_layer(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    sizes = dict(experts=8, hidden=128, intermediate=64, top_k=2, tokens=512, blocks=1)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["benchmarks/cpu_layer.py", f"--json={out}", *(f"--{name}={value}" for name, value in sizes.items())]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert {(r["impl"], r["pass"]) for r in result["rows"]} == {
+        (i, p) for i in ("mok", "transformers_ep") for p in ("forward", "backward", "forward+backward")
+    }
+    assert all(r["ms_min"] <= r["ms_median"] <= r["ms_max"] for r in result["rows"])
+    assert all(r["rel_error"] <= 2e-6 for r in result["rows"])
+    assert set(result["peak_mib"]) == {"native", "mok", "mok, quarter ring"}
+    assert 0 < result["saved_bytes"]["quarter"] < result["saved_bytes"]["default"]
