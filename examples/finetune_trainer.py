@@ -9,6 +9,9 @@ What differs from a plain Trainer script is the one line that loads the model. E
 `TrainingArguments`. Trainer's own checkpoints are not resumable here, so none are written unless asked for.
 """
 
+import atexit
+import os
+import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -55,5 +58,15 @@ def main() -> None:
     trainer.save_model()
 
 
+def leave() -> None:
+    """End a process of a gloo job: gloo's threads can abort the interpreter's own teardown (torch 2.13)."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 if __name__ == "__main__":
     main()
+    if not torch.cuda.is_available():
+        leave()
