@@ -54,6 +54,8 @@ class RankOutcome:
     returncode: int
     result: Any
     stderr: str
+    failed_at: float = 0.0
+    """When it raised, on the machine's monotonic clock; 0 if it did not, or died without a word."""
 
 
 class RankError(AssertionError):
@@ -87,6 +89,8 @@ def run_ranks(
     # A rank that was killed because another one failed says nothing about the cause.
     failed = [o for o in outcomes if o.returncode not in (0, _KILLED)] or [o for o in outcomes if o.returncode != 0]
     if failed:
+        # A rank that waited for the failing one raises too, if it is not killed first: whoever raised first is shown.
+        failed = [o for o in failed if o.failed_at == min(f.failed_at for f in failed)]
         shown = [f"--- rank {o.rank} of {world_size}, exit status {o.returncode}\n{o.stderr.rstrip()}" for o in failed]
         raise RankError("\n".join([f"{target} failed", *shown]))
     return [o.result for o in outcomes]
@@ -186,7 +190,10 @@ def _outcome(folder: Path, rank: int, process: subprocess.Popen[bytes]) -> RankO
     result = None
     if process.returncode == 0:
         result = pickle.loads((folder / f"result.{rank}").read_bytes())
-    return RankOutcome(rank, process.returncode, result, (folder / f"stderr.{rank}").read_text(errors="replace"))
+    failed = folder / f"failed.{rank}"
+    failed_at = float(failed.read_text()) if failed.exists() else 0.0
+    stderr = (folder / f"stderr.{rank}").read_text(errors="replace")
+    return RankOutcome(rank, process.returncode, result, stderr, failed_at)
 
 
 def _child(folder: Path) -> None:
@@ -207,9 +214,11 @@ def _child(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    folder = Path(sys.argv[1])
     try:
-        _child(Path(sys.argv[1]))
+        _child(folder)
     except BaseException:
+        (folder / f"failed.{os.environ['RANK']}").write_text(repr(time.monotonic()))
         traceback.print_exc()
         sys.stderr.flush()
         # Skips destructors: gloo's wait for the other ranks, which cannot come any more.
