@@ -314,7 +314,6 @@ template <class T>
 void finish_token(const Backward<T>& b, int64_t token, std::vector<float>& sum) {
   const BackwardCall<T>& call = b.call;
   const int64_t hidden = b.shape.hidden;
-  std::fill(sum.begin(), sum.end(), 0.0f);
   for (int64_t k = 0; k < b.shape.top_k; ++k) {
     const int64_t route = token * b.shape.top_k + k;
     const bool masked = call.ids[route] < 0;
@@ -378,9 +377,7 @@ void backward(const Group& group, const BackwardCall<T>& call) {
   Team<BackwardOrder<int64_t>>(group, Phase::kBackwardTasks, order, b.slots, b.shape.experts)
       .run(call.settings.comm_threads, threads, [&] { return Worker<T>(b, order); });
   group.barrier(Phase::kBackwardEnd);
-  parallel_for(threads, b.shape.tokens, [&](int64_t token) {
-    thread_local std::vector<float> sum;
-    sum.resize(hidden);
+  sum_tokens(threads, shape.tokens, hidden, [&](int64_t token, std::vector<float>& sum) {
     finish_token(b, token, sum);
   });
 }

@@ -160,7 +160,6 @@ template <class T>
 void combine_token(const Forward<T>& f, int64_t token, std::vector<float>& sum) {
   const ForwardCall<T>& call = f.call;
   const int64_t hidden = f.shape.hidden, top_k = f.shape.top_k;
-  std::fill(sum.begin(), sum.end(), 0.0f);
   const T* routed = f.routed_of(f.group.rank);
   for (int64_t k = 0; k < top_k; ++k) {
     const int64_t route = token * top_k + k;
@@ -191,9 +190,7 @@ void forward(const Group& group, const ForwardCall<T>& call) {
   Team<ForwardOrder>(group, Phase::kForwardTasks, order, f.slots, f.shape.experts)
       .run(call.settings.comm_threads, threads, [&] { return Worker<T>(f); });
   group.barrier(Phase::kForwardEnd);
-  parallel_for(threads, f.shape.tokens, [&](int64_t token) {
-    thread_local std::vector<float> sum;
-    sum.resize(hidden);
+  sum_tokens(threads, f.shape.tokens, hidden, [&](int64_t token, std::vector<float>& sum) {
     combine_token(f, token, sum);
   });
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "../common/waits.h"
 #include "pool.h"
@@ -102,6 +103,16 @@ void parallel_for(int64_t threads, int64_t count, const Work& work) {
     for (int64_t c; (c = ticket.fetch_add(1)) < chunks;) {
       for (int64_t i = c * kChunk; i < min_of(count, (c + 1) * kChunk); ++i) work(i);
     }
+  });
+}
+
+// work(token, sum) for every token; sum has `width` values and belongs to the thread.
+template <class Work>
+void sum_tokens(int64_t threads, int64_t tokens, int64_t width, const Work& work) {
+  parallel_for(threads, tokens, [&](int64_t token) {
+    thread_local std::vector<float> sum;
+    sum.assign(width, 0.0f);
+    work(token, sum);
   });
 }
 
