@@ -64,11 +64,6 @@ class SymmetricBuffer:
         finally:
             os.close(fd)
 
-    @property
-    def addresses(self) -> list[int]:
-        """Where each rank's segment is mapped in this process."""
-        return [segment.data_ptr() for segment in self.segments]
-
 
 class VirtualGroup:
     """A group of `size` ranks inside one process, for tests: each rank is a thread and has a Workspace of its own.
