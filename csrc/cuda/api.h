@@ -1,4 +1,4 @@
-// C interface of the CUDA forward: plain pointers and sizes, no torch, so Python's ctypes or a torch op can drive it.
+// C interface of the CUDA kernels: plain pointers and sizes, no torch, so Python's ctypes or a torch op can drive it.
 //
 // One forward of one rank, in stream order (every call is asynchronous and safe in CUDA graph capture):
 //   mok_prologue   x, ids, weights and the token count into this rank's symmetric buffers
@@ -7,6 +7,12 @@
 //   mok_forward    the megakernel: shared expert, dispatch, gate+up, SwiGLU, down, combine
 //   mok_barrier    all ranks have pushed
 //   mok_epilogue   out = shared * scale + sum_k weight_k * ROUTED[k]
+// Its backward, likewise:
+//   mok_backward_prologue   dOut, x, weights and whether dX is wanted into this rank's symmetric buffers
+//   mok_barrier
+//   mok_backward            replay, dgrads, weight gradients, reverse-dispatch, router gradient
+//   mok_barrier
+//   mok_backward_epilogue   dX = shared + sum_k ROUTED[k]; the router gradients that the experts' ranks stored
 // At one rank the prologue copy and both barriers can be left out: point peer_x[0], peer_ids[0], peer_tokens[0] at the inputs.
 //
 // Build (benchmarks/build.sh; no torch, no CUDA driver library needed at link time):
@@ -48,7 +54,7 @@ typedef struct MokForwardArgs {
 
   const void* peer_x[MOK_MAX_RANKS];         // bf16 [tokens of that rank, D]
   const int32_t* peer_ids[MOK_MAX_RANKS];    // int32 [tokens of that rank, K], -1 or out of range: masked
-  const int32_t* peer_tokens[MOK_MAX_RANKS]; // int32 [1]
+  const int32_t* peer_tokens[MOK_MAX_RANKS]; // int32 [2]: tokens; in the backward whether that rank wants dX
   void* peer_routed[MOK_MAX_RANKS];          // bf16 [max_tokens * K, D]
 
   const void* gate_up_proj;  // bf16 [L, 2I, D], gate rows first
@@ -75,6 +81,30 @@ typedef struct MokTimeoutRecord {
   uint32_t set, rank, phase, waiting_for, expected, seen;
 } MokTimeoutRecord;
 
+typedef struct MokBackwardArgs {
+  // As the forward had them. Its schedule, ring_x, ring_gate_up and shared_gate_up are read as it left them and never written. peer_x is
+  // pulled again for row tiles beyond the ring (replay); peer_routed takes dX rows. ring_h, shared_h, shared_y and scratch are not used.
+  MokForwardArgs forward;
+  int32_t window_tiles;  // 128-row tiles that the backward's own buffers hold (0: ring_tiles); divides ring_tiles
+  int32_t chunk_units;   // pairs of row tiles by which one dgrad trails the other (0: as many as make two waves)
+  int32_t wants_dx;      // of any rank; with more than one rank read from peer_tokens instead
+  const void* x;         // bf16 [tokens, D], this rank's
+  const void* dout;      // bf16 [tokens, D], this rank's
+  const float* shared_scale;  // fp32 [tokens], may be null
+  const void* peer_dout[MOK_MAX_RANKS];     // bf16 [tokens of that rank, D]
+  const float* peer_weight[MOK_MAX_RANKS];  // fp32 [tokens of that rank, K]
+  float* peer_dweight[MOK_MAX_RANKS];       // fp32 [max_tokens * K]
+  void* workspace;       // mok_backward_workspace_bytes(), 1,024-byte aligned, reused by every call
+  void* shared_dx;       // bf16 [tokens, D], may be null without a shared expert
+  // Results; null: not wanted.
+  void* d_gate_up_proj;  // bf16 [L, 2I, D]
+  void* d_down_proj;     // bf16 [L, D, I]
+  void* d_shared_gate;   // bf16 [S, D]
+  void* d_shared_up;     // bf16 [S, D]
+  void* d_shared_down;   // bf16 [D, S]
+  float* d_shared_scale; // fp32 [tokens]
+} MokBackwardArgs;
+
 int64_t mok_schedule_bytes(const MokForwardArgs* args);
 int64_t mok_scratch_bytes(const MokForwardArgs* args);
 cudaError_t mok_schedule(const MokForwardArgs* args, cudaStream_t stream);
@@ -88,6 +118,14 @@ cudaError_t mok_epilogue(void* out, const void* routed, const float* weight, con
 // pads[r]: uint32 [ranks] of rank r (slot s is written by rank s); epoch: uint32 [1] on this device, starts at 0 like the pads.
 cudaError_t mok_barrier(uint32_t* const* pads, uint32_t* const* abort_words, int rank, int ranks, uint32_t* epoch, uint64_t timeout_ns,
                         MokTimeoutRecord* record, int phase, cudaStream_t stream);
+int64_t mok_backward_workspace_bytes(const MokBackwardArgs* args);
+// wants_dx_dst is peer_tokens[rank] + 1. A destination may be its source: nothing is copied then.
+cudaError_t mok_backward_prologue(void* dout_dst, const void* dout, void* x_dst, const void* x, float* weight_dst, const float* weight,
+                                  int32_t* wants_dx_dst, int wants_dx, int tokens, int topk, int hidden, cudaStream_t stream);
+cudaError_t mok_backward(const MokBackwardArgs* args, int count, cudaStream_t stream);
+// dx [tokens, D] bf16 and d_weight [tokens, K] fp32 may be null. ids: as the forward had them; routes without an expert get a gradient of zero.
+cudaError_t mok_backward_epilogue(void* dx, const void* routed, const void* shared_dx, float* d_weight, const float* dweight, const int32_t* ids,
+                                  int experts, int tokens, int topk, int hidden, const uint32_t* abort_word, cudaStream_t stream);
 #ifdef __cplusplus
 }
 #endif
