@@ -109,7 +109,7 @@ class Group:
                 x=new(n, self.D),
                 ids=new(n, k, dtype=torch.int32),
                 weight=new(n, k, dtype=torch.float32),
-                tokens=new(1, dtype=torch.int32),
+                tokens=new(2, dtype=torch.int32),
                 routed=new(n * k, self.D),
                 ring_x=new(rows, self.D),
                 ring_gate_up=new(rows, self.I2),

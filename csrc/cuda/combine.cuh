@@ -1,4 +1,5 @@
-// Combine: one warp in every CTA pushes the output rows of down tiles to their owners, while the next tile is multiplied.
+// Combine, and reverse-dispatch: one warp in every CTA pushes the output rows of down (dgrad_up) tiles to their owners, while the next tile is
+// multiplied.
 //
 // A row of a tile is 256 columns, 512 bytes: one bulk store to ROUTED[route] on the rank that owns the token, or, for the shared expert, to
 // this rank's own buffer. Each address has one writer, so nothing needs a lock or an order.
@@ -8,7 +9,9 @@
 namespace mok::cuda {
 
 // All 32 lanes; lane i sends rows i, i + 32, i + 64, i + 96.
-__device__ __forceinline__ void combine_rows(const sm90::ForwardParams& p, uint32_t smem) {
+template <class Params>
+__device__ __forceinline__ void combine_rows(const Params& p, uint32_t smem) {
+  using TaskType = typename Params::TaskType;
   using sm90::Shared;
   constexpr int kRowsPerLane = kRowsPerTile / 32;
   const int lane = threadIdx.x % 32;
@@ -20,12 +23,12 @@ __device__ __forceinline__ void combine_rows(const sm90::ForwardParams& p, uint3
   sm90::RingPosition<sm90::kTaskSlots> at;
   sm90::RingPosition<1> out;
   for (;;) {
-    const Task task = sm90::read_task(smem, at, watch);
+    const TaskType task = sm90::read_task<TaskType>(smem, at, watch);
     if (__any_sync(~0u, task.is_end())) break;
     if (lane == 0) ptx::mbarrier_arrive_cluster(task_empty + 8 * at.slot);
     at.advance();
-    const bool shared = task.kind() == kTaskSharedDown;
-    if (task.kind() != kTaskDown && !shared) continue;
+    const bool shared = task.kind() == Params::kSharedOutput;
+    if (task.kind() != Params::kOutput && !shared) continue;
     const int tile = task.tile() + (task.two() ? cta : 0);
     const int column = (task.column() + (task.two() ? 0 : cta)) * kDownColumns;
     if (column >= p.hidden) continue;  // this CTA only helped its neighbour to load
@@ -35,7 +38,7 @@ __device__ __forceinline__ void combine_rows(const sm90::ForwardParams& p, uint3
       const int64_t row = static_cast<int64_t>(tile) * kRowsPerTile + 32 * i + lane;
       to[i] = nullptr;
       if (shared) {
-        if (row < p.tokens) to[i] = p.shared_y + row * p.hidden + column;
+        if (row < p.tokens) to[i] = p.shared_out + row * p.hidden + column;
       } else {
         const int64_t entry = p.rows[row];
         if (entry >= 0) to[i] = p.peer_routed[row_rank(entry)] + row_route(entry) * p.hidden + column;

@@ -10,113 +10,140 @@ namespace mok::cuda {
 
 struct CopyRing {
   uint32_t buffer, full;  // shared memory: slots, mbarriers
-  int piece, slots;
+  int piece, slots, pieces_per_row;
   uint32_t issued = 0, landed = 0;
 
   __device__ __forceinline__ uint32_t bar(uint32_t i) const { return full + 8 * (i % slots); }
   __device__ __forceinline__ uint32_t data(uint32_t i) const { return buffer + (i % slots) * piece; }
-};
 
-// Without a shared expert to begin with, the first gate+up tiles would wait for the dispatch warps' narrow rings (29 MB at kimi: 32 us). So
-// the consumer warps, idle until then, fetch those tiles themselves: two rows a warp, 16 bytes a lane, eight loads in flight.
-__device__ __forceinline__ void dispatch_head(const sm90::ForwardParams& p, int cta, int ctas) {
-  constexpr int kRows = 2;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4;
-  const int tiles = p.header->tiles, head = min(p.head_tiles, tiles);
-  const int pieces = p.hidden / 8;
-  for (int i = cta * kConsumerWarps + warp; i < head * (kRowsPerTile / kRows); i += ctas * kConsumerWarps) {
-    const int tile = tiles - 1 - i / (kRowsPerTile / kRows);
-    const int in_tile = i % (kRowsPerTile / kRows) * kRows;
-    for (int r = in_tile; r < in_tile + kRows; ++r) {
-      const int64_t entry = p.rows[static_cast<int64_t>(tile) * kRowsPerTile + r];
-      uint4* to = reinterpret_cast<uint4*>(p.ring_x_out + (static_cast<int64_t>(tile % p.ring_tiles) * kRowsPerTile + r) * p.hidden);
-      if (entry < 0) {
-        for (int j = lane; j < pieces; j += 32) to[j] = uint4{0, 0, 0, 0};
+  // All 32 lanes. Lane r holds the source of row r, for the rows of the mask; they go to row r of `to`. Every lane follows the copies, since the
+  // sources lie across lanes; lane 0 issues them, and has to wait for its stores.
+  __device__ __forceinline__ void copy_rows(Watch& watch, uint32_t rows, const void* source, void* to, uint32_t row_bytes) {
+    const int lane = threadIdx.x % 32, copies = __popc(rows) * pieces_per_row;
+    uint32_t rows_in = rows, rows_out = rows;
+    int piece_in = 0, piece_out = 0;
+    for (int i = 0, stored = 0; stored < copies;) {
+      if (i < copies && i - stored < slots) {
+        const int r = __ffs(rows_in) - 1;
+        const char* from = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(source), r));
+        const uint32_t offset = piece_in * piece;
+        const uint32_t bytes = min(row_bytes - offset, static_cast<uint32_t>(piece));
+        if (lane == 0) {
+          // The slot's last store has been issued; wait until it has read the slot. Stores complete in order.
+          if (i >= slots || issued >= static_cast<uint32_t>(slots)) ptx::bulk_wait_read<0>();
+          ptx::mbarrier_expect(bar(issued), bytes);
+          ptx::bulk_load(data(issued), from + offset, bytes, bar(issued));
+        }
+        ++issued, ++i;
+        if (++piece_in == pieces_per_row) piece_in = 0, rows_in &= rows_in - 1;
         continue;
       }
-      const uint4* from = reinterpret_cast<const uint4*>(p.peer_x[row_rank(entry)] + static_cast<int64_t>(row_route(entry) / p.topk) * p.hidden);
-      int j = lane;
-      for (; j + 7 * 32 < pieces; j += 8 * 32) {
-        uint4 v[8];
-#pragma unroll
-        for (int u = 0; u < 8; ++u) v[u] = __ldg(from + j + 32 * u);
-#pragma unroll
-        for (int u = 0; u < 8; ++u) to[j + 32 * u] = v[u];
+      const int r = __ffs(rows_out) - 1;
+      const uint32_t offset = piece_out * piece;
+      const uint32_t bytes = min(row_bytes - offset, static_cast<uint32_t>(piece));
+      if (lane == 0) {
+        wait_mbarrier(watch, bar(landed), landed / slots & 1, kWaitCopy);
+        ptx::bulk_store(static_cast<char*>(to) + r * row_bytes + offset, data(landed), bytes);
+        ptx::bulk_commit();
       }
-      for (; j < pieces; j += 32) to[j] = __ldg(from + j);
+      ++landed, ++stored;
+      if (++piece_out == pieces_per_row) piece_out = 0, rows_out &= rows_out - 1;
     }
+  }
+};
+
+// All 32 lanes: clears the rows of the mask.
+__device__ __forceinline__ void clear_rows(uint32_t rows, void* to, uint32_t row_bytes) {
+  for (uint32_t left = rows; left != 0; left &= left - 1) {
+    char* row = static_cast<char*>(to) + (__ffs(left) - 1) * row_bytes;
+    for (uint32_t i = threadIdx.x % 32 * 16; i < row_bytes; i += 32 * 16) *reinterpret_cast<uint4*>(row + i) = uint4{0, 0, 0, 0};
+  }
+  if (rows != 0) ptx::fence_proxy_async_global();
+}
+
+// All 32 lanes, 16 bytes each, eight loads in flight; without a source, zeros.
+__device__ __forceinline__ void copy_row(uint4* to, const uint4* from, int pieces) {
+  int j = threadIdx.x % 32;
+  if (from == nullptr) {
+    for (; j < pieces; j += 32) to[j] = uint4{0, 0, 0, 0};
+    return;
+  }
+  for (; j + 7 * 32 < pieces; j += 8 * 32) {
+    uint4 v[8];
+#pragma unroll
+    for (int u = 0; u < 8; ++u) v[u] = __ldg(from + j + 32 * u);
+#pragma unroll
+    for (int u = 0; u < 8; ++u) to[j + 32 * u] = v[u];
+  }
+  for (; j < pieces; j += 32) to[j] = __ldg(from + j);
+}
+
+// Row `entry` of the table in the array that `peers` hold, [tokens, hidden]; null for padding.
+template <class T>
+__device__ __forceinline__ const T* source_row(const T* const* peers, int64_t entry, int topk, int hidden) {
+  return entry < 0 ? nullptr : peers[row_rank(entry)] + static_cast<int64_t>(row_route(entry) / topk) * hidden;
+}
+
+// Without a shared expert to begin with, the first gate+up tiles would wait for the dispatch warps' narrow rings (29 MB at kimi: 32 us). So
+// the consumer warps, idle until then, fetch those tiles themselves, two rows at a time.
+constexpr int kHeadRows = 2;
+
+template <class Fetch>
+__device__ __forceinline__ void for_head_rows(int head_tiles, int cta, int ctas, uint32_t* landed, int first, int step, Fetch fetch) {
+  const int warp = threadIdx.x / 32 - 4;
+  for (int i = cta * kConsumerWarps + warp; i < head_tiles * (kRowsPerTile / kHeadRows); i += ctas * kConsumerWarps) {
+    const int tile = first + step * (i / (kRowsPerTile / kHeadRows));
+    const int in_tile = i % (kRowsPerTile / kHeadRows) * kHeadRows;
+    for (int r = in_tile; r < in_tile + kHeadRows; ++r) fetch(tile, r);
     ptx::fence_proxy_async_global();
     __syncwarp();
-    if (lane == 0) ptx::red_release_gpu(p.x_ready + tile, kRows);
+    if (threadIdx.x % 32 == 0) ptx::red_release_gpu(landed + tile, kHeadRows);
   }
 }
 
-// The dispatch warp, all 32 lanes; lane 0 copies, all lanes clear padding rows.
+__device__ __forceinline__ void dispatch_head(const sm90::ForwardParams& p, int cta, int ctas) {
+  const int tiles = p.header->tiles;
+  for_head_rows(min(p.head_tiles, tiles), cta, ctas, p.x_ready, tiles - 1, -1, [&](int tile, int r) {
+    const int64_t entry = p.rows[static_cast<int64_t>(tile) * kRowsPerTile + r];
+    copy_row(reinterpret_cast<uint4*>(p.ring_x_out + (static_cast<int64_t>(tile % p.ring_tiles) * kRowsPerTile + r) * p.hidden),
+             reinterpret_cast<const uint4*>(source_row(p.peer_x, entry, p.topk, p.hidden)), p.hidden / 8);
+  });
+}
+
+// A ticket: kDispatchRows consecutive rows of a tile. False when there are no more.
+struct Ticket {
+  int index, in_tile;  // tiles before it; first row in the tile
+  __device__ __forceinline__ bool take(uint32_t* counter, int head_tiles, int tiles) {
+    uint32_t ticket = 0;
+    if (threadIdx.x % 32 == 0) ticket = atomicAdd(counter, 1u);
+    ticket = __shfl_sync(~0u, ticket, 0) + head_tiles * (kRowsPerTile / kDispatchRows);
+    index = ticket / (kRowsPerTile / kDispatchRows), in_tile = ticket % (kRowsPerTile / kDispatchRows) * kDispatchRows;
+    return index < tiles;
+  }
+};
+constexpr uint32_t kTicketRows = (1u << kDispatchRows) - 1;
+
+// The dispatch warp, all 32 lanes.
 __device__ __forceinline__ void dispatch_rows(const sm90::ForwardParams& p, uint32_t smem) {
   const int lane = threadIdx.x % 32;
   const int tiles = p.header->tiles;
-  const uint32_t tickets = static_cast<uint32_t>(tiles) * (kRowsPerTile / kDispatchRows);
   const uint32_t row_bytes = p.hidden * 2;
   Watch watch = p.watch();
-  CopyRing ring{smem + sm90::Shared::kCopy, smem + sm90::Shared::kCopyFull, p.copy_bytes, p.copy_slots};
-  for (;;) {
-    uint32_t ticket = 0;
-    if (lane == 0) ticket = atomicAdd(p.tickets + kDispatchTicket, 1u);
-    ticket = __shfl_sync(~0u, ticket, 0) + p.head_tiles * (kRowsPerTile / kDispatchRows);
-    if (ticket >= tickets || __any_sync(~0u, watch.dead)) break;
-    const int tile = tiles - 1 - ticket / (kRowsPerTile / kDispatchRows);
-    const int in_tile = ticket % (kRowsPerTile / kDispatchRows) * kDispatchRows;
-    const int64_t entry = lane < kDispatchRows ? p.rows[static_cast<int64_t>(tile) * kRowsPerTile + in_tile + lane] : 0;
-    char* ring_rows = reinterpret_cast<char*>(p.ring_x_out) +
-                      (static_cast<int64_t>(tile % p.ring_tiles) * kRowsPerTile + in_tile) * row_bytes;
+  CopyRing ring{smem + sm90::Shared::kCopy, smem + sm90::Shared::kCopyFull, p.copy_bytes, p.copy_slots, p.copies_per_row};
+  Ticket ticket;
+  while (ticket.take(p.tickets + kDispatchTicket, p.head_tiles, tiles) && !__any_sync(~0u, watch.dead)) {
+    const int tile = tiles - 1 - ticket.index;
+    const int64_t entry = lane < kDispatchRows ? p.rows[static_cast<int64_t>(tile) * kRowsPerTile + ticket.in_tile + lane] : 0;
+    __nv_bfloat16* to = p.ring_x_out + (static_cast<int64_t>(tile % p.ring_tiles) * kRowsPerTile + ticket.in_tile) * p.hidden;
     if (lane == 0 && tile + p.lead_tiles < tiles) {
       // lead_tiles <= ring_tiles. Running further ahead only pushes rows out of the L2 before they are multiplied.
       wait_counter(watch, p.h_ready + tile + p.lead_tiles, kConsumerWarps * p.columns.gate_up, kWaitSlot, tile);
       ptx::fence_proxy_async();
     }
     __syncwarp();
-
-    uint32_t padding = __ballot_sync(~0u, lane < kDispatchRows && entry < 0);
-    const int copies = __popc(~padding & ((1u << kDispatchRows) - 1)) * p.copies_per_row;
-    for (uint32_t left = padding; left != 0; left &= left - 1) {
-      char* row = ring_rows + (__ffs(left) - 1) * row_bytes;
-      for (uint32_t i = lane * 16; i < row_bytes; i += 32 * 16) *reinterpret_cast<uint4*>(row + i) = uint4{0, 0, 0, 0};
-    }
-    if (padding != 0) ptx::fence_proxy_async_global();
-
-    // Every lane follows the copies, since the entries lie across lanes; lane 0 issues them.
-    const char* source = nullptr;
-    if (lane < kDispatchRows && entry >= 0)
-      source = reinterpret_cast<const char*>(p.peer_x[row_rank(entry)]) + static_cast<int64_t>(row_route(entry) / p.topk) * row_bytes;
-    uint32_t rows_left = ~padding & ((1u << kDispatchRows) - 1), rows_out = rows_left;
-    int piece_in = 0, piece_out = 0;
-    for (int i = 0, stored = 0; stored < copies;) {
-      if (i < copies && i - stored < ring.slots) {
-        const int r = __ffs(rows_left) - 1;
-        const char* from = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(source), r));
-        const uint32_t offset = piece_in * p.copy_bytes;
-        const uint32_t bytes = min(row_bytes - offset, static_cast<uint32_t>(p.copy_bytes));
-        if (lane == 0) {
-          // The slot's last store has been issued; wait until it has read the slot. Stores complete in order.
-          if (i >= ring.slots || ring.issued >= static_cast<uint32_t>(ring.slots)) ptx::bulk_wait_read<0>();
-          ptx::mbarrier_expect(ring.bar(ring.issued), bytes);
-          ptx::bulk_load(ring.data(ring.issued), from + offset, bytes, ring.bar(ring.issued));
-        }
-        ++ring.issued, ++i;
-        if (++piece_in == p.copies_per_row) piece_in = 0, rows_left &= rows_left - 1;
-        continue;
-      }
-      const int r = __ffs(rows_out) - 1;
-      const uint32_t offset = piece_out * p.copy_bytes;
-      const uint32_t bytes = min(row_bytes - offset, static_cast<uint32_t>(p.copy_bytes));
-      if (lane == 0) {
-        wait_mbarrier(watch, ring.bar(ring.landed), ring.landed / ring.slots & 1, kWaitCopy);
-        ptx::bulk_store(ring_rows + r * row_bytes + offset, ring.data(ring.landed), bytes);
-        ptx::bulk_commit();
-      }
-      ++ring.landed, ++stored;
-      if (++piece_out == p.copies_per_row) piece_out = 0, rows_out &= rows_out - 1;
-    }
+    const uint32_t padding = __ballot_sync(~0u, lane < kDispatchRows && entry < 0);
+    clear_rows(padding, to, row_bytes);
+    ring.copy_rows(watch, ~padding & kTicketRows, source_row(p.peer_x, entry, p.topk, p.hidden), to, row_bytes);
     if (lane == 0) ptx::bulk_wait_all();  // the rows are in memory, not merely read out of shared memory
     __syncwarp();
     if (lane == 0) ptx::red_release_gpu(p.x_ready + tile, kDispatchRows);

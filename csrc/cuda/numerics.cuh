@@ -31,4 +31,25 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
   return __fmul_rn(__fmul_rn(gate, sigmoid(gate)), up);
 }
 
+// The backward of one element, from the unrounded gradient dh of h (before the route's weight) and the bf16 gate and up that were kept.
+struct SwigluGradient {
+  float d_gate, d_up, h;  // h: unrounded, the forward's
+};
+__device__ __forceinline__ SwigluGradient dswiglu(float dh, float weight, float gate_in, float up_in, float limit) {
+  float gate = gate_in, up = up_in;
+  if (limit > 0.0f) {
+    gate = min_nan(gate, limit);
+    up = max_nan(min_nan(up, limit), -limit);
+  }
+  const float s = sigmoid(gate), silu = __fmul_rn(gate, s), d = __fmul_rn(weight, dh);
+  SwigluGradient g;
+  g.h = __fmul_rn(silu, up);
+  g.d_gate = __fmul_rn(__fmul_rn(d, up), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
+  g.d_up = __fmul_rn(d, silu);
+  // Outside the clamp the derivative is zero; at the limit it passes, as torch.clamp's does.
+  if (limit > 0.0f && gate_in > limit) g.d_gate = 0.0f;
+  if (limit > 0.0f && (up_in > limit || up_in < -limit)) g.d_up = 0.0f;
+  return g;
+}
+
 }  // namespace mok::cuda

@@ -1,6 +1,9 @@
-// The task order of the CUDA forward (csrc/cuda/tasks.cuh is host code too), for ctypes (test_cuda_order.py). Units are
-// given; where each of their tasks lands is what csrc/cuda/schedule.cu computes from the same functions.
-#include "csrc/cuda/tasks.cuh"
+// The task orders of the CUDA forward and backward (csrc/cuda/tasks.cuh and backward_tasks.cuh are host code too), for
+// ctypes (test_cuda_order.py, test_cuda_backward_order.py). Units of the forward are given; where each of their tasks
+// lands is what csrc/cuda/schedule.cu computes from the same functions.
+#include <initializer_list>
+
+#include "csrc/cuda/backward_tasks.cuh"
 
 using namespace mok::cuda;
 
@@ -26,6 +29,44 @@ int cuda_base(int kind, int m, int shared_gate_up, int shared_down, int lag, int
   const auto down = [&](int i) { return down_before[i]; };
   if (kind == kTaskGateUp) return order.gate_up_base(m, gate_up, down);
   return kind == kTaskDown ? order.down_base(m, gate_up, down) : order.shared_down_base(gate_up);
+}
+
+// The backward's tasks in the order of their tickets, eleven numbers each: kind, two, short, first, last, replayed, expert,
+// tile, column, row, count. sizes: tiles, experts, window, saved, chunk, shared chunk, tokens, then column
+// tiles of replay, down, up, shared down, shared up, then row pairs and columns of the five weight gradients. Returns how
+// many there are, or -1 if `most` are not enough.
+int cuda_backward_order(const int32_t* tile_prefix, const int32_t* unit_prefix, const int32_t* rows, const int* sizes,
+                        int32_t* out, int most) {
+  BackwardPlan p{};
+  p.tile_prefix = tile_prefix, p.unit_prefix = unit_prefix, p.expert_rows = rows;
+  int* const fields[] = {&p.tiles, &p.experts, &p.window, &p.saved, &p.chunk, &p.shared_chunk, &p.tokens,
+                         &p.replay_columns, &p.down_columns, &p.up_columns, &p.shared_down_columns,
+                         &p.shared_up_columns};
+  for (int* field : fields) *field = *sizes++;
+  for (WgradGrid* grid : {&p.gate_up, &p.down, &p.shared_gate, &p.shared_up, &p.shared_down}) {
+    grid->row_pairs = *sizes++, grid->columns = *sizes++;
+  }
+  BackwardWalk walk(p);
+  BackwardTask task;
+  int count = 0;
+  for (int ticket = 0;; ++ticket) {
+    if (!walk.take(ticket, &task)) continue;
+    if (task.is_end()) return count;
+    if (count == most) return -1;
+    for (int value : {static_cast<int>(task.kind()), static_cast<int>(task.two()), static_cast<int>(task.is_short()),
+                      static_cast<int>(task.first()), static_cast<int>(task.last()),
+                      static_cast<int>(task.replayed()), task.expert(), task.tile(), task.column(), task.row(),
+                      task.count}) {
+      *out++ = value;
+    }
+    ++count;
+  }
+}
+
+int cuda_carry_before(const int32_t* tile_prefix, int experts, int window, int macrobatch) {
+  BackwardPlan p{};
+  p.tile_prefix = tile_prefix, p.experts = experts, p.window = window;
+  return p.carry_before(macrobatch);
 }
 
 }  // extern "C"

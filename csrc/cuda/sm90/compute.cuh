@@ -7,8 +7,11 @@ namespace mok::cuda::sm90 {
 
 // One wgmma group (a k-block) stays in flight while the stage before it is given back. The last tile is counted on the way, when its stores
 // have had two k-blocks of time, but before any wait that may block, because the operand waited for may depend on it.
+// kAlongM, kAlongN: how A and B lie (wgmma.cuh). `continues`: acc holds what the sum starts from.
+template <int kAlongM = 0, int kAlongN = 0>
 __device__ __forceinline__ void multiply(float (&acc)[128], int blocks, bool idle, uint32_t smem, uint32_t group, uint32_t empty_bar,
-                                         StageOrder& stage, Pending& pending, Watch& watch) {
+                                         StageOrder& stage, Pending& pending, Watch& watch, bool continues = false) {
+  constexpr uint32_t kSliceA = kAlongM ? 2048 : 32, kSliceB = kAlongN ? 2048 : 32;
   uint32_t previous = 0;
   for (int k = 0; k < blocks; ++k) {
     const uint32_t full = smem + Shared::kFull + 8 * stage.slot;
@@ -28,7 +31,9 @@ __device__ __forceinline__ void multiply(float (&acc)[128], int blocks, bool idl
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kBlockK / 16; ++slice)
-      ptx::wgmma_m64n256k16(acc, ptx::wgmma_descriptor(a + slice * 32), ptx::wgmma_descriptor(b + slice * 32), k | slice);
+      ptx::wgmma_m64n256k16<kAlongM, kAlongN>(acc, kAlongM ? ptx::wgmma_descriptor_mn(a + slice * kSliceA, kABytes / 2) : ptx::wgmma_descriptor(a + slice * kSliceA),
+                                              kAlongN ? ptx::wgmma_descriptor_mn(b + slice * kSliceB, kBBytes / 4) : ptx::wgmma_descriptor(b + slice * kSliceB),
+                                              k | slice | static_cast<int>(continues));
     ptx::wgmma_commit();
     if (k > 0) {
       ptx::wgmma_wait<1>();
@@ -86,7 +91,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardParams& p, uint32_t s
     if (!gate_up && !shared && thread == 0 && tile_index >= p.ring_tiles && tile.column < tile.columns)
       ptx::red_release_gpu(p.down_done + tile_index, 1);
     wait_mbarrier(watch, smem + Shared::kFull + 8 * stage.slot, stage.phase(), kWaitOperand);
-    const uint32_t borrowed = stage.borrow(gate_up);
+    const uint32_t borrowed = stage.borrow(gate_up ? kPassedByGateUp : kPassedByDown);
     if (tile.column >= tile.columns) {  // this CTA only helped its neighbour to load
       if (empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * borrowed);
       continue;

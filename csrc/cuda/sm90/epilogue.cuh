@@ -101,10 +101,10 @@ __device__ __forceinline__ void output_epilogue(const float (&acc)[128], const W
   __syncwarp();
 }
 
-// A gate+up tile whose stores are under way: once they have written, it counts and its borrowed stage is free.
+// A tile whose stores are under way: once they have written, it counts and the stage they came from, if any, is free.
 struct Pending {
   uint32_t* counter = nullptr;
-  uint32_t borrowed = 0;
+  uint32_t borrowed = kStages;
   // `empty_bar`: lanes 0 and 1 hold the first empty barrier of CTA 0 and 1, other lanes 0.
   __device__ __forceinline__ void settle(uint32_t empty_bar) {
     if (counter == nullptr) return;
@@ -113,7 +113,7 @@ struct Pending {
       ptx::red_release_gpu(counter, 1);
     }
     __syncwarp();
-    if (empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * borrowed);
+    if (empty_bar != 0 && borrowed < kStages) ptx::mbarrier_arrive_cluster(empty_bar + 8 * borrowed);
     counter = nullptr;
   }
 };

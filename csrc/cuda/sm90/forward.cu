@@ -31,11 +31,10 @@
 #include "../dispatch.cuh"
 #include "../tensor_map.h"
 #include "compute.cuh"
+#include "launch.cuh"
 #include "load.cuh"
 
 namespace mok::cuda::sm90 {
-
-constexpr int kHeadTiles = 16;  // about one wave of gate+up: 66 clusters, 8 pairs of row tiles
 
 template <int kRanks>
 struct Launch {
@@ -49,21 +48,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
   const uint32_t warp = threadIdx.x / 32;
   const ForwardParams& p = launch.rank[kRanks == 1 ? 0 : blockIdx.x / (gridDim.x / kRanks)];
 
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(smem + Shared::kFull + 8 * i, 1);
-      ptx::mbarrier_init(smem + Shared::kEmpty + 8 * i, 2 * kConsumerWarps);
-    }
-    for (int i = 0; i < kTaskSlots; ++i) {
-      ptx::mbarrier_init(smem + Shared::kTaskFull + 8 * i, 1);
-      ptx::mbarrier_init(smem + Shared::kTaskEmpty + 8 * i, 8);
-    }
-    for (int i = 0; i < kCopySlots; ++i) ptx::mbarrier_init(smem + Shared::kCopyFull + 8 * i, 1);
-    ptx::mbarrier_init(smem + Shared::kOutFull, kConsumerWarps);
-    ptx::mbarrier_init(smem + Shared::kOutFree, 1);
-    ptx::mbarrier_init_fence();
-  }
-  ptx::cluster_sync();
+  prepare_barriers(smem);
 
   if (warp < 4) {
     ptx::registers_shrink<40>();
@@ -129,7 +114,7 @@ cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
   p.down_done = at<uint32_t>(a.scratch, c.down_done);
   p.shared_h_ready = at<uint32_t>(a.scratch, c.shared_h_ready);
   p.ring_x_out = static_cast<__nv_bfloat16*>(a.ring_x);
-  p.shared_y = static_cast<__nv_bfloat16*>(a.shared_y);
+  p.shared_out = static_cast<__nv_bfloat16*>(a.shared_y);
   p.limits = {a.abort_word, a.record, a.timeout_ns, static_cast<uint32_t>(a.rank)};
   p.columns = columns_of(a);
   p.tokens = a.tokens, p.topk = a.topk, p.hidden = a.hidden, p.inter = a.inter;
@@ -139,10 +124,7 @@ cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
   p.lead_tiles = max_of(a.lead_tiles > 0 ? a.lead_tiles : max_of(48, 3 * lag.minibatch), 2 * lag.minibatch + 1);
   p.lead_tiles = min_of(p.lead_tiles, a.ring_tiles);
   p.head_tiles = a.ladder == kMokWhole && a.shared_inter == 0 ? min_of(kHeadTiles, p.lead_tiles) : 0;
-  const int row_bytes = a.hidden * 2;
-  p.copies_per_row = static_cast<int>(ceil_div(row_bytes, kCopyBytes / 2));
-  p.copy_bytes = static_cast<int>(ceil_div(ceil_div(row_bytes, p.copies_per_row), 16) * 16);
-  p.copy_slots = static_cast<int>(min_of<int64_t>(kCopySlots, kCopyBytes / p.copy_bytes));
+  choose_copies(a.hidden, p);
   return cudaSuccess;
 }
 
@@ -153,32 +135,7 @@ cudaError_t launch(const MokForwardArgs* args, cudaStream_t stream) {
     cudaError_t status = fill_params(args[r], params.rank[r]);
     if (status != cudaSuccess) return status;
   }
-  const auto kernel = forward_kernel<kRanks>;
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shared::kBytes);
-  if (status != cudaSuccess) return status;
-
-  cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {2, 1, 1};
-  attributes[1].id = cudaLaunchAttributeCooperative;
-  attributes[1].val.cooperative = 1;
-  cudaLaunchConfig_t config = {};
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = Shared::kBytes;
-  config.stream = stream;
-  config.attrs = attributes;
-
-  config.numAttrs = 1;
-  config.gridDim = dim3(2);
-  int clusters = 0;
-  status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-  if (status != cudaSuccess) return status;
-  if (args[0].sm_limit > 0 && args[0].sm_limit / 2 < clusters) clusters = args[0].sm_limit / 2;
-  clusters = clusters / kRanks * kRanks;
-  if (clusters < kRanks) return cudaErrorCooperativeLaunchTooLarge;
-  config.numAttrs = 2;
-  config.gridDim = dim3(2 * clusters);
-  return cudaLaunchKernelEx(&config, kernel, params);
+  return launch_clusters(forward_kernel<kRanks>, params, kRanks, args[0].sm_limit, stream);
 }
 
 }  // namespace

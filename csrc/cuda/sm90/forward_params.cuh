@@ -6,6 +6,12 @@
 #include "../layout.cuh"
 #include "../wait.cuh"
 
+namespace mok::cuda {
+
+__device__ __forceinline__ Task load_task(uint32_t at, Task*) { return {ptx::load_shared_8(at)}; }
+
+}  // namespace mok::cuda
+
 namespace mok::cuda::sm90 {
 
 constexpr int kStages = 4;
@@ -43,13 +49,16 @@ struct Shared {
   static constexpr int kCopyFull = kTaskEmpty + 8 * kTaskSlots; // [copy slots] 1 arrival + bytes
   static constexpr int kOutFull = kCopyFull + 8 * kCopySlots;  // 8 arrivals: consumer warps, output rows are in their windows
   static constexpr int kOutFree = kOutFull + 8;                // 1 arrival: the combine warp has sent them
-  static constexpr int kTask = kOutFree + 8;                   // [slots] 8 bytes
-  static constexpr int kOutStage = kTask + 8 * kTaskSlots;     // 4 bytes: the stage that the down tile in the windows has borrowed
+  static constexpr int kTask = (kOutFree + 8 + 15) / 16 * 16;  // [slots] 16 bytes
+  static constexpr int kOutStage = kTask + 16 * kTaskSlots;    // 4 bytes: the stage that the down tile in the windows has borrowed
   static constexpr int kBytes = kOutStage + 8;
 };
 static_assert(Shared::kBytes <= 232448, "more shared memory than an SM has");
 
 struct alignas(128) ForwardParams {
+  using TaskType = Task;
+  static constexpr uint32_t kOutput = kTaskDown, kSharedOutput = kTaskSharedDown;  // kinds whose tiles the combine warp sends
+
   CUtensorMap ring_x, ring_h, gate_up_proj, down_proj;
   CUtensorMap local_x, shared_h, shared_gate, shared_up, shared_down;
   CUtensorMap ring_gate_up_out, ring_h_out, shared_gate_up_out, shared_h_out;  // stores: boxes of 16 rows
@@ -61,7 +70,7 @@ struct alignas(128) ForwardParams {
   const int64_t* rows;       // row table
   const uint64_t* tasks;
   uint32_t *tickets, *x_ready, *h_ready, *down_done, *shared_h_ready;
-  __nv_bfloat16 *ring_x_out, *shared_y;
+  __nv_bfloat16 *ring_x_out, *shared_out;
   Limits limits;
 
   Columns columns;
@@ -103,12 +112,12 @@ struct StageOrder {
       --passed_by;
     }
   }
-  // After the tile's last k-block; returns the stage.
-  __device__ __forceinline__ uint32_t borrow(bool gate_up) {
+  // After the tile's last k-block; returns the stage, which the next `blocks` k-blocks pass by.
+  __device__ __forceinline__ uint32_t borrow(int blocks) {
     const uint32_t taken = slot;
     passed_by = 0;
     advance();
-    borrowed = taken, passed_by = gate_up ? kPassedByGateUp : kPassedByDown;
+    borrowed = taken, passed_by = blocks;
     return taken;
   }
 };
@@ -119,10 +128,11 @@ __device__ __forceinline__ uint32_t half_window(uint32_t smem, uint32_t borrowed
 }
 
 // The next task of this cluster; every role of both CTAs reads the same sequence.
-__device__ __forceinline__ Task read_task(uint32_t smem, const RingPosition<kTaskSlots>& at, Watch& watch) {
+template <class TaskType = Task>
+__device__ __forceinline__ TaskType read_task(uint32_t smem, const RingPosition<kTaskSlots>& at, Watch& watch) {
   const uint32_t bar = smem + Shared::kTaskFull + 8 * at.slot;
   wait_for(watch, kWaitTask, at.slot, at.phase, [&](uint32_t&) { return ptx::mbarrier_try_cluster(bar, at.phase); });
-  return watch.dead ? Task::end() : Task{ptx::load_shared_8(smem + Shared::kTask + 8 * at.slot)};
+  return watch.dead ? TaskType::end() : load_task(smem + Shared::kTask + 16 * at.slot, static_cast<TaskType*>(nullptr));
 }
 
 }  // namespace mok::cuda::sm90

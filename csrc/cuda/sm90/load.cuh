@@ -15,7 +15,7 @@ __device__ __forceinline__ void schedule_tasks(const ForwardParams& p, uint32_t 
     more = ticket < tasks && !watch.dead;
     const uint64_t task = more ? p.tasks[ticket] : Task::end().bits;
     for (uint32_t cta = 0; cta < 2; ++cta) {
-      ptx::store_cluster_8(ptx::cluster_address(smem + Shared::kTask + 8 * at.slot, cta), task);
+      ptx::store_cluster_8(ptx::cluster_address(smem + Shared::kTask + 16 * at.slot, cta), task);
       ptx::mbarrier_release_cluster(ptx::cluster_address(smem + Shared::kTaskFull + 8 * at.slot, cta));
     }
     at.advance();
@@ -94,7 +94,7 @@ __device__ __forceinline__ void load_operands(const ForwardParams& p, uint32_t s
     // A stage without operands: the epilogue's room, once every consumer of both CTAs is through with it.
     wait_mbarrier(watch, smem + Shared::kEmpty + 8 * stage.slot, stage.phase() ^ 1, kWaitOperand);
     ptx::mbarrier_arrive(smem + Shared::kFull + 8 * stage.slot);
-    stage.borrow(gate_up);
+    stage.borrow(gate_up ? kPassedByGateUp : kPassedByDown);
   }
   if (watch.dead) __nanosleep(1000000);  // loads that are under way land before the cluster may exit
 }

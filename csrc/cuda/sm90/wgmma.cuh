@@ -1,4 +1,5 @@
-// wgmma.m64n256k16, bf16 x bf16 -> fp32, both operands K-major in shared memory with the 128-byte swizzle.
+// wgmma.m64n256k16, bf16 x bf16 -> fp32, operands in shared memory with the 128-byte swizzle: rows of 64 elements along K (K-major), or, as
+// the weights lie for the data gradients and every operand for the weight gradients, along M or N (MN-major).
 #pragma once
 #include <cstdint>
 
@@ -15,8 +16,15 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
+// MN-major: 64 k-rows of 128 bytes hold 64 elements along M or N; the next 64 follow `chunk` bytes later. A slice of 16 k-rows begins 2,048
+// bytes after the one before.
+__device__ __forceinline__ uint64_t wgmma_descriptor_mn(uint32_t address, uint32_t chunk) {
+  return static_cast<uint64_t>((address & 0x3ffff) >> 4) | (static_cast<uint64_t>(chunk >> 4) << 16) | (64ull << 32) | (1ull << 62);
+}
+
 // acc += A(64 x 16) * B(256 x 16)^T; `accumulate == 0` starts from zero instead. Thread t of the warpgroup holds row
 // 16 * (t / 32) + (t % 32) / 4 (and that row + 8), columns 8j + 2 * (t % 4) and the next: acc[4j], acc[4j + 1] (acc[4j + 2], acc[4j + 3]).
+template <int kAlongM = 0, int kAlongN = 0>
 __device__ __forceinline__ void wgmma_m64n256k16(float (&acc)[128], uint64_t a, uint64_t b, int accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
@@ -30,7 +38,7 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&acc)[128], uint64_t a, 
       "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
       "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
       "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-      "}, %128, %129, p, 1, 1, 0, 0;\n}"
+      "}, %128, %129, p, 1, 1, %131, %132;\n}"
       : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]), "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]),
         "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]), "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]),
         "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]), "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]),
@@ -47,7 +55,7 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&acc)[128], uint64_t a, 
         "+f"(acc[104]), "+f"(acc[105]), "+f"(acc[106]), "+f"(acc[107]), "+f"(acc[108]), "+f"(acc[109]), "+f"(acc[110]), "+f"(acc[111]),
         "+f"(acc[112]), "+f"(acc[113]), "+f"(acc[114]), "+f"(acc[115]), "+f"(acc[116]), "+f"(acc[117]), "+f"(acc[118]), "+f"(acc[119]),
         "+f"(acc[120]), "+f"(acc[121]), "+f"(acc[122]), "+f"(acc[123]), "+f"(acc[124]), "+f"(acc[125]), "+f"(acc[126]), "+f"(acc[127])
-      : "l"(a), "l"(b), "r"(accumulate));
+      : "l"(a), "l"(b), "r"(accumulate), "n"(kAlongM), "n"(kAlongN));
 }
 
 }  // namespace mok::ptx

@@ -1,0 +1,168 @@
+// The backward megakernel on Hopper: shared expert, reverse-combine, replay, dgrads, dSwiGLU, weight gradients and reverse-dispatch in one launch.
+//
+// Grid, roles, registers, barriers and pipeline are the forward's (forward.cu): loads, pulls (reverse-combine), tasks, pushes (reverse-dispatch)
+// and two consumer warpgroups of 64 rows x 256 columns. What differs:
+//   Operands   data gradients read the weights as they lie, N-major; weight gradients read both operands along their outputs (wgmma.cuh).
+//   Tasks      computed by the scheduling lane from the schedule's prefixes (backward_tasks.cuh), no table.
+//   Stages     a dgrad_down tile is followed by four stages that bring its gate and up and take away the three results (dswiglu.cuh).
+// Counters   (global memory, cleared by every call, indexed by absolute row tile)
+//           landed           128 rows of dOut (and x) and their weights    pull_rows -> loads
+//           replayed         8 warps x gate+up column tiles                epilogue -> dgrad_down
+//           d_gate_up_ready  8 warps x dgrad_down column tiles             epilogue -> dgrad_up, weight gradients, pull_rows (lead)
+//           up_done          2 warpgroups x dgrad_up column tiles          mainloop -> dgrad_down (d_gate_up slot is free)
+//           wgrad_done [L]   8 warps x 2 CTAs x tasks, for every round     epilogue -> pull_rows (slots are free), later rounds (carry)
+//           shared_ready     8 warps x shared dgrad_down column tiles
+#include <cstring>
+
+#include "../combine.cuh"
+#include "../tensor_map.h"
+#include "backward_compute.cuh"
+#include "backward_load.cuh"
+#include "launch.cuh"
+
+namespace mok::cuda::sm90 {
+
+template <int kRanks>
+struct BackwardLaunch {
+  BackwardParams rank[kRanks];
+};
+
+template <int kRanks>
+__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ BackwardLaunch<kRanks> launch) {
+  extern __shared__ __align__(1024) uint8_t shared_memory[];
+  const uint32_t smem = ptx::shared_address(shared_memory);
+  const uint32_t warp = threadIdx.x / 32;
+  const BackwardParams& p = launch.rank[kRanks == 1 ? 0 : blockIdx.x / (gridDim.x / kRanks)];
+  prepare_barriers(smem);
+
+  if (warp < 4) {
+    ptx::registers_shrink<40>();
+    if (warp == 0) {
+      if (threadIdx.x == 0) load_backward_operands(p, smem);
+    } else if (warp == 1) {
+      pull_rows(p, smem);
+    } else if (warp == 2) {
+      if (threadIdx.x == 64 && ptx::cta_rank_in_cluster() == 0) schedule_backward_tasks(p, smem);
+    } else {
+      combine_rows(p, smem);
+    }
+    __syncwarp();
+  } else {
+    ptx::registers_grow<232>();
+    pull_head(p, blockIdx.x % (gridDim.x / kRanks), gridDim.x / kRanks);
+    compute_backward_tiles(p, smem, warp / 4 - 1);
+  }
+  ptx::cluster_sync();  // no CTA leaves while the other may still signal its barriers
+}
+
+namespace {
+
+cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& p) {
+  memset(&p, 0, sizeof p);
+  const MokForwardArgs& a = b.forward;
+  const int window = window_tiles(b);
+  if (window < 1 || (may_replay(b) && a.ring_tiles % window != 0)) return cudaErrorInvalidValue;
+  const int64_t ring_rows = static_cast<int64_t>(a.ring_tiles) * kRowsPerTile, rows = static_cast<int64_t>(window) * kRowsPerTile;
+  const int64_t hidden = a.hidden, inter = a.inter, shared = a.shared_inter;
+  const ScheduleLayout s = ScheduleLayout::make(a);
+  const BackwardLayout l = BackwardLayout::make(b);
+  const auto buffer = [&](int64_t offset) { return at<__nv_bfloat16>(b.workspace, offset); };
+  bool ok = true;
+  const auto load = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count) {
+    if (base != nullptr && count > 0) ok = ok && make_row_map(map, base, width, count, kBlockK, kBoxRows);
+  };
+  const auto store = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count) {
+    if (base != nullptr && count > 0) ok = ok && make_row_map(map, base, width, count, kBlockK, 16);
+  };
+  const auto matrices = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count, int64_t depth, int box_rows) {
+    if (base != nullptr) ok = ok && make_weight_map(map, base, width, count, depth, kBlockK, box_rows);
+  };
+  load(p.ring_x, a.ring_x, hidden, ring_rows);
+  load(p.ring_gate_up, a.ring_gate_up, 2 * inter, ring_rows);
+  load(p.window_dout, buffer(l.dout), hidden, rows);
+  load(p.window_d_gate_up, buffer(l.d_gate_up), 2 * inter, rows);
+  load(p.window_weighted_h, buffer(l.weighted_h), inter, rows);
+  store(p.window_d_gate_up_out, buffer(l.d_gate_up), 2 * inter, rows);
+  store(p.window_weighted_h_out, buffer(l.weighted_h), inter, rows);
+  if (may_replay(b)) {
+    load(p.window_x, buffer(l.x), hidden, rows);
+    load(p.window_gate_up, buffer(l.gate_up), 2 * inter, rows);
+    store(p.window_gate_up_out, buffer(l.gate_up), 2 * inter, rows);
+    matrices(p.replay_weights, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts), kBoxColumns);
+  }
+  matrices(p.gate_up_proj, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts), kBlockK);
+  matrices(p.down_proj, a.down_proj, inter, hidden, a.local_experts, kBlockK);
+  matrices(p.d_gate_up_proj_out, b.d_gate_up_proj, hidden, 2 * inter, a.local_experts, 16);
+  matrices(p.d_down_proj_out, b.d_down_proj, inter, hidden, a.local_experts, 16);
+  if (shared_needed(b)) {
+    load(p.local_x, b.x, hidden, a.tokens);
+    load(p.local_dout, b.dout, hidden, a.tokens);
+    load(p.shared_gate_up, a.shared_gate_up, 2 * shared, a.tokens);
+    load(p.shared_d_gate_up, buffer(l.shared_d_gate_up), 2 * shared, a.tokens);
+    load(p.shared_weighted_h, buffer(l.shared_weighted_h), shared, a.tokens);
+    store(p.shared_d_gate_up_out, buffer(l.shared_d_gate_up), 2 * shared, a.tokens);
+    store(p.shared_weighted_h_out, buffer(l.shared_weighted_h), shared, a.tokens);
+    matrices(p.shared_gate, a.shared_gate, hidden, shared, 1, kBlockK);
+    matrices(p.shared_up, a.shared_up, hidden, shared, 1, kBlockK);
+    matrices(p.shared_down, a.shared_down, shared, hidden, 1, kBlockK);
+    matrices(p.d_shared_gate_out, b.d_shared_gate, hidden, shared, 1, 16);
+    matrices(p.d_shared_up_out, b.d_shared_up, hidden, shared, 1, 16);
+    matrices(p.d_shared_down_out, b.d_shared_down, shared, hidden, 1, 16);
+  }
+  if (!ok) return cudaErrorInvalidValue;
+
+  for (int r = 0; r < a.ranks; ++r) {
+    p.peer_x[r] = static_cast<const __nv_bfloat16*>(a.peer_x[r]);
+    p.peer_dout[r] = static_cast<const __nv_bfloat16*>(b.peer_dout[r]);
+    p.peer_weight[r] = b.peer_weight[r];
+    p.peer_tokens[r] = a.peer_tokens[r];
+    p.peer_routed[r] = static_cast<__nv_bfloat16*>(a.peer_routed[r]);
+  }
+  p.header = at<const ScheduleHeader>(a.schedule, 0);
+  p.rows = at<const int64_t>(a.schedule, s.rows);
+  const auto counter = [&](int64_t offset) { return at<uint32_t>(b.workspace, offset); };
+  p.tickets = counter(l.tickets), p.landed = counter(l.landed), p.replayed = counter(l.replayed);
+  p.d_gate_up_ready = counter(l.d_gate_up_ready), p.up_done = counter(l.up_done);
+  p.wgrad_done = counter(l.wgrad_done), p.shared_ready = counter(l.shared_ready);
+  p.dout_out = buffer(l.dout), p.x_out = buffer(l.x), p.shared_out = static_cast<__nv_bfloat16*>(b.shared_dx);
+  p.weight_out = at<float>(b.workspace, l.weight), p.dots = at<float>(b.workspace, l.dots), p.shared_dots = at<float>(b.workspace, l.shared_dots);
+  p.carry_gate_up = at<float>(b.workspace, l.carry_gate_up), p.carry_down = at<float>(b.workspace, l.carry_down);
+  p.shared_scale = b.shared_scale;
+  p.limits = {a.abort_word, a.record, a.timeout_ns, static_cast<uint32_t>(a.rank)};
+  p.plan = plan_of(b, clusters);
+  p.ranks = a.ranks, p.tokens = a.tokens, p.topk = a.topk, p.hidden = a.hidden, p.inter = a.inter, p.shared_inter = a.shared_inter;
+  p.wants_dx = b.wants_dx, p.swiglu_limit = a.swiglu_limit;
+  // A tile's rows are multiplied when its chunk is, and with replay a chunk is replayed before: pulls must be allowed that far.
+  p.lead_tiles = min_of(max_of(a.lead_tiles > 0 ? a.lead_tiles : 48, 6 * p.plan.chunk + 2), window);
+  p.head_tiles = p.plan.shared_down_columns == 0 ? min_of(kHeadTiles, p.lead_tiles) : 0;
+  choose_copies(a.hidden, p);
+  return cudaSuccess;
+}
+
+template <int kRanks>
+cudaError_t launch(const MokBackwardArgs* args, cudaStream_t stream) {
+  static thread_local BackwardLaunch<kRanks> params;
+  cudaError_t status;
+  const int clusters = resident_clusters(backward_kernel<kRanks>, kRanks, args[0].forward.sm_limit, &status);
+  if (clusters == 0) return status;
+  for (int r = 0; r < kRanks; ++r) {
+    status = fill_params(args[r], clusters / kRanks, params.rank[r]);
+    if (status != cudaSuccess) return status;
+    status = cudaMemsetAsync(args[r].workspace, 0, BackwardLayout::make(args[r]).cleared_bytes, stream);
+    if (status != cudaSuccess) return status;
+  }
+  return launch_clusters(backward_kernel<kRanks>, params, kRanks, args[0].forward.sm_limit, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_backward(const MokBackwardArgs* args, int count, cudaStream_t stream) {
+  switch (count) {
+    case 1: return launch<1>(args, stream);
+    case 2: return launch<2>(args, stream);
+    case 4: return launch<4>(args, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace mok::cuda::sm90

@@ -1,0 +1,227 @@
+// Producer, scheduler and dispatch warps of the backward.
+#pragma once
+#include "../dispatch.cuh"
+#include "backward_params.cuh"
+
+namespace mok::cuda::sm90 {
+
+// One lane of the cluster's first CTA.
+__device__ __forceinline__ void schedule_backward_tasks(const BackwardParams& p, uint32_t smem) {
+  Watch watch = p.watch();
+  BackwardPlan plan = p.plan;
+  plan.tiles = p.header->tiles;
+  if (!p.any_wants_dx()) plan.up_columns = 0;
+  BackwardWalk walk(plan);
+  RingPosition<kTaskSlots> at;
+  for (bool more = true; more;) {
+    wait_mbarrier(watch, smem + Shared::kTaskEmpty + 8 * at.slot, at.phase ^ 1, kWaitTask);
+    BackwardTask task = BackwardTask::end();
+    while (!watch.dead && !walk.take(atomicAdd(p.tickets + kComputeTicket, 1u), &task)) {}
+    more = !task.is_end();
+    for (uint32_t cta = 0; cta < 2; ++cta) {
+      const uint32_t to = ptx::cluster_address(smem + Shared::kTask + 16 * at.slot, cta);
+      ptx::store_cluster_8(to, task.head | static_cast<uint64_t>(static_cast<uint32_t>(task.tile())) << 32);
+      ptx::store_cluster_8(to + 8, task.place | static_cast<uint64_t>(static_cast<uint32_t>(task.count)) << 32);
+      ptx::mbarrier_release_cluster(ptx::cluster_address(smem + Shared::kTaskFull + 8 * at.slot, cta));
+    }
+    at.advance();
+  }
+}
+
+// Blocks until what this CTA reads is there and what it writes is free (backward_tasks.cuh says what that is).
+__device__ __forceinline__ bool wait_inputs(const BackwardParams& p, const BackwardTask& task, int tile, bool dx, Watch& watch) {
+  const BackwardPlan& plan = p.plan;
+  bool ok = true;
+  switch (task.kind()) {
+    case kReplay: ok = wait_counter(watch, p.landed + tile, kRowsPerTile, kWaitDispatched, tile); break;
+    case kDgradDown:
+      ok = wait_counter(watch, p.landed + tile, kRowsPerTile, kWaitDispatched, tile);
+      if (ok && task.replayed()) ok = wait_counter(watch, p.replayed + tile, kConsumerWarps * plan.replay_columns, kWaitReplayed, tile);
+      if (ok && dx && tile >= plan.window) ok = wait_counter(watch, p.up_done + tile - plan.window, 2 * plan.up_columns, kWaitSlot, tile);
+      break;
+    case kDgradUp: ok = wait_counter(watch, p.d_gate_up_ready + tile, kConsumerWarps * plan.down_columns, kWaitHidden, tile); break;
+    case kSharedDgradUp: ok = wait_counter(watch, p.shared_ready + tile, kConsumerWarps * plan.shared_down_columns, kWaitHidden, tile); break;
+    case kSharedDgradDown: break;
+    case kWgradGateUp:
+    case kWgradDown:
+      for (int t = task.tile(); ok && t < task.tile() + task.count; ++t)
+        ok = wait_counter(watch, p.d_gate_up_ready + t, kConsumerWarps * plan.down_columns, kWaitHidden, t);
+      if (ok && !task.first()) {
+        ok = wait_counter(watch, p.wgrad_done + task.expert(), p.wgrad_arrivals() * (plan.rounds(task.expert(), task.tile() / plan.window) - 1),
+                          kWaitCarry, task.expert());
+      } else if (ok && !task.last()) {
+        const int before = plan.carry_before(task.tile() / plan.window);
+        if (before >= 0)
+          ok = wait_counter(watch, p.wgrad_done + before,
+                            p.wgrad_arrivals() * plan.rounds(before, (plan.tile_prefix[before + 1] - 1) / plan.window), kWaitCarry, before);
+      }
+      break;
+    default:
+      for (int t = 0; ok && t < task.count; ++t)
+        ok = wait_counter(watch, p.shared_ready + t, kConsumerWarps * plan.shared_down_columns, kWaitHidden, t);
+  }
+  ptx::fence_proxy_async();
+  return ok;
+}
+
+// One lane of each CTA. For every k-block its own operand and half of the one that both CTAs use, multicast to both.
+__device__ __forceinline__ void load_backward_operands(const BackwardParams& p, uint32_t smem) {
+  Watch watch = p.watch();
+  const bool dx = p.any_wants_dx();
+  const uint32_t cta = ptx::cta_rank_in_cluster();
+  const uint32_t task_empty = ptx::cluster_address(smem + Shared::kTaskEmpty, 0);
+  RingPosition<kTaskSlots> at;
+  StageOrder stage;
+  const auto stage_free = [&] { return wait_mbarrier(watch, smem + Shared::kEmpty + 8 * stage.slot, stage.phase() ^ 1, kWaitOperand); };
+  for (;;) {
+    const BackwardTask task = read_task<BackwardTask>(smem, at, watch);
+    if (task.is_end()) break;
+    ptx::mbarrier_arrive_cluster(task_empty + 8 * at.slot);
+    at.advance();
+
+    const Product product(p, task);
+    const bool two = task.two(), wgrad = product.wgrad, shared = product.shared;
+    const int tile = task.tile() + (two && !wgrad ? cta : 0);
+    const int column = (task.column() + (two ? 0 : cta)) * (product.kind == kReplay ? kGateUpColumns : kWideColumns);
+    const int row = (shared ? tile : p.slot(tile)) * kBlockM;       // of the row tile, in the window or among this rank's tokens
+    const int output_row = (task.row() + static_cast<int>(cta)) * kBlockM;  // of a weight gradient
+    const CUtensorMap *a = nullptr, *b = nullptr;
+    int b_row = 0, z = 0;  // weight gradients: first row of B; data gradients: the matrix
+    int a_column = 0;
+    switch (product.kind) {
+      case kReplay: a = &p.window_x, b = &p.replay_weights, z = 2 * task.expert(); break;
+      case kDgradDown: a = &p.window_dout, b = &p.down_proj, z = task.expert(); break;
+      case kDgradUp: a = &p.window_d_gate_up, b = &p.gate_up_proj, z = 2 * task.expert(); break;
+      case kSharedDgradDown: a = &p.local_dout, b = &p.shared_down; break;
+      case kSharedDgradUp: a = &p.shared_d_gate_up, b = &p.shared_gate; break;
+      case kWgradGateUp:
+        a = &p.window_d_gate_up, a_column = output_row;
+        b = task.replayed() ? &p.window_x : &p.ring_x, b_row = task.replayed() ? row : task.tile() * kBlockM;
+        break;
+      case kWgradDown: a = &p.window_dout, a_column = output_row, b = &p.window_weighted_h, b_row = row; break;
+      case kSharedWgradGate: a = &p.shared_d_gate_up, a_column = output_row, b = &p.local_x; break;
+      case kSharedWgradUp: a = &p.shared_d_gate_up, a_column = p.shared_inter + output_row, b = &p.local_x; break;
+      default: a = &p.local_dout, a_column = output_row, b = &p.shared_weighted_h; break;
+    }
+    const int up_from = product.kind == kDgradUp ? p.inter : (product.kind == kSharedDgradUp ? p.shared_inter : 1 << 30);
+
+    if (!wait_inputs(p, task, tile, dx, watch)) break;
+    for (int block = 0, k = 0; block < product.blocks; ++block, k += kBlockK) {
+      if (!stage_free()) break;
+      const uint32_t full = smem + Shared::kFull + 8 * stage.slot;
+      const uint32_t to_a = smem + stage.slot * kStageBytes, to_b = to_a + kABytes;
+      ptx::mbarrier_expect(full, kStageBytes);
+      if (wgrad) {
+        // The tiles of a macrobatch lie one behind the other in the window.
+        for (int i = 0; i < 2; ++i) ptx::tensor_load_2d(to_a + i * (kABytes / 2), a, full, a_column + 64 * i, row + k);
+        for (int i = 2 * cta; i < 2 * static_cast<int>(cta) + 2; ++i)
+          ptx::tensor_load_2d_multicast(to_b + i * (kBBytes / 4), b, full, column + 64 * i, b_row + k, 3);
+      } else {
+        if (two) {
+          for (int i = 0; i < 2; ++i) ptx::tensor_load_2d(to_a + i * (kABytes / 2), a, full, k, row + kBoxRows * i);
+        } else {
+          ptx::tensor_load_2d_multicast(to_a + cta * (kABytes / 2), a, full, k, row + kBoxRows * cta, 3);
+        }
+        if (product.kind == kReplay) {
+          for (int i = 0; i < 2; ++i) {  // gate and up rows
+            if (!two) ptx::tensor_load_3d(to_b + i * (kBBytes / 2), b, full, k, column, z + i);
+            else if (i == static_cast<int>(cta)) ptx::tensor_load_3d_multicast(to_b + i * (kBBytes / 2), b, full, k, column, z + i, 3);
+          }
+        } else {
+          const bool of_up = k >= up_from;
+          const CUtensorMap* weights = of_up && shared ? &p.shared_up : b;
+          const int y = of_up ? k - up_from : k, matrix = of_up && !shared ? z + 1 : z;
+          for (int i = 0; i < 4; ++i) {
+            if (!two) ptx::tensor_load_3d(to_b + i * (kBBytes / 4), weights, full, column + 64 * i, y, matrix);
+            else if (i / 2 == static_cast<int>(cta)) ptx::tensor_load_3d_multicast(to_b + i * (kBBytes / 4), weights, full, column + 64 * i, y, matrix, 3);
+          }
+        }
+      }
+      stage.advance();
+    }
+    if (watch.dead) break;
+    if (product.gradient_of_hidden) {
+      // Gate and up follow through the pipeline, 64 columns a stage, and leave it as their gradients (dswiglu.cuh).
+      const CUtensorMap* kept = shared ? &p.shared_gate_up : (task.replayed() ? &p.window_gate_up : &p.ring_gate_up);
+      const int width = shared ? p.shared_inter : p.inter;
+      const int kept_row = shared || task.replayed() ? row : tile * kBlockM;
+      for (int i = 0; i < kGateUpBlocks; ++i) {
+        if (!stage_free()) break;
+        const uint32_t full = smem + Shared::kFull + 8 * stage.slot, to = smem + stage.slot * kStageBytes;
+        const int x = column + 64 * i;
+        if (x < width) {
+          ptx::mbarrier_expect(full, 2 * kABytes);
+          for (int half = 0; half < 2; ++half) {
+            ptx::tensor_load_2d(to + half * (kABytes / 2), kept, full, x, kept_row + kBoxRows * half);
+            ptx::tensor_load_2d(to + kABytes + half * (kABytes / 2), kept, full, width + x, kept_row + kBoxRows * half);
+          }
+        } else {
+          ptx::mbarrier_arrive(full);
+        }
+        stage.advance();
+      }
+    } else {
+      // A stage without operands: the epilogue's room, once every consumer of both CTAs is through with it.
+      stage_free();
+      ptx::mbarrier_arrive(smem + Shared::kFull + 8 * stage.slot);
+      stage.borrow(product.kind == kReplay ? kPassedByGateUp : (wgrad ? kPassedByGradient : kPassedByDown));
+    }
+    if (watch.dead) break;
+  }
+  if (watch.dead) __nanosleep(1000000);  // loads that are under way land before the cluster may exit
+}
+
+// Reverse-combine, and dispatch again where a tile is replayed: rows of dOut (and x) from their owners, with the routes' weights.
+__device__ __forceinline__ void pull_rows(const BackwardParams& p, uint32_t smem) {
+  const int lane = threadIdx.x % 32;
+  const int tiles = p.header->tiles;
+  const uint32_t row_bytes = p.hidden * 2;
+  const BackwardPlan& plan = p.plan;
+  Watch watch = p.watch();
+  CopyRing ring{smem + Shared::kCopy, smem + Shared::kCopyFull, p.copy_bytes, p.copy_slots, p.copies_per_row};
+  Ticket ticket;
+  while (ticket.take(p.tickets + kDispatchTicket, p.head_tiles, tiles) && !__any_sync(~0u, watch.dead)) {
+    const int tile = ticket.index;
+    const int64_t entry = lane < kDispatchRows ? p.rows[static_cast<int64_t>(tile) * kRowsPerTile + ticket.in_tile + lane] : 0;
+    const int64_t row = static_cast<int64_t>(p.slot(tile)) * kRowsPerTile + ticket.in_tile;
+    if (lane == 0) {
+      if (tile >= p.lead_tiles)
+        wait_counter(watch, p.d_gate_up_ready + tile - p.lead_tiles, kConsumerWarps * plan.down_columns, kWaitSlot, tile);
+      const int previous = tile - plan.window;
+      if (previous >= 0) {
+        if (plan.wgrad_tasks() > 0) {
+          const int expert = plan.expert_of(previous);
+          wait_counter(watch, p.wgrad_done + expert, p.wgrad_arrivals() * plan.rounds(expert, previous / plan.window), kWaitSlot, tile);
+        } else {
+          wait_counter(watch, p.d_gate_up_ready + previous, kConsumerWarps * plan.down_columns, kWaitSlot, tile);
+        }
+      }
+      ptx::fence_proxy_async();
+    }
+    __syncwarp();
+    const uint32_t padding = __ballot_sync(~0u, lane < kDispatchRows && entry < 0), routed = ~padding & kTicketRows;
+    clear_rows(padding, p.dout_out + row * p.hidden, row_bytes);
+    ring.copy_rows(watch, routed, source_row(p.peer_dout, entry, p.topk, p.hidden), p.dout_out + row * p.hidden, row_bytes);
+    if (p.replays(tile)) {
+      clear_rows(padding, p.x_out + row * p.hidden, row_bytes);
+      ring.copy_rows(watch, routed, source_row(p.peer_x, entry, p.topk, p.hidden), p.x_out + row * p.hidden, row_bytes);
+    }
+    if (lane < kDispatchRows) p.weight_out[row + lane] = entry < 0 ? 0.0f : p.peer_weight[row_rank(entry)][row_route(entry)];
+    if (lane == 0) ptx::bulk_wait_all();
+    __syncwarp();
+    if (lane == 0) ptx::red_release_gpu(p.landed + tile, kDispatchRows);
+  }
+  if (__any_sync(~0u, watch.dead)) __nanosleep(1000000);
+}
+
+// The first tiles, of macrobatch 0, by the consumer warps.
+__device__ __forceinline__ void pull_head(const BackwardParams& p, int cta, int ctas) {
+  for_head_rows(min(p.head_tiles, p.header->tiles), cta, ctas, p.landed, 0, 1, [&](int tile, int r) {
+    const int64_t row = static_cast<int64_t>(tile) * kRowsPerTile + r, entry = p.rows[row];
+    copy_row(reinterpret_cast<uint4*>(p.dout_out + row * p.hidden),
+             reinterpret_cast<const uint4*>(source_row(p.peer_dout, entry, p.topk, p.hidden)), p.hidden / 8);
+    if (threadIdx.x % 32 == 0) p.weight_out[row] = entry < 0 ? 0.0f : p.peer_weight[row_rank(entry)][row_route(entry)];
+  });
+}
+
+}  // namespace mok::cuda::sm90

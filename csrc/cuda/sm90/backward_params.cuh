@@ -1,0 +1,85 @@
+// What one rank's backward megakernel reads. Shared memory and pipeline are the forward's (forward_params.cuh).
+#pragma once
+#include "../backward_layout.cuh"
+#include "forward_params.cuh"
+
+namespace mok::cuda {
+
+__device__ __forceinline__ BackwardTask load_task(uint32_t at, BackwardTask*) {
+  const uint64_t low = ptx::load_shared_8(at), high = ptx::load_shared_8(at + 8);
+  return {static_cast<uint32_t>(low), static_cast<int32_t>(low >> 32), static_cast<uint32_t>(high), static_cast<int32_t>(high >> 32)};
+}
+
+}  // namespace mok::cuda
+
+namespace mok::cuda::sm90 {
+
+constexpr int kPassedByGradient = 8;   // k-blocks that pass by the stage through which a weight gradient's tile leaves
+constexpr int kGateUpBlocks = 4;       // stages that bring gate and up of a dgrad_down tile, 64 columns each
+
+struct alignas(128) BackwardParams {
+  using TaskType = BackwardTask;
+  static constexpr uint32_t kOutput = kDgradUp, kSharedOutput = kSharedDgradUp;
+
+  // Loads, boxes of 64 rows x 64 columns (replay_weights: 128 rows, as the forward's).
+  CUtensorMap ring_x, ring_gate_up, window_x, window_gate_up, window_dout, window_d_gate_up, window_weighted_h;
+  CUtensorMap gate_up_proj, down_proj, replay_weights;
+  CUtensorMap local_x, local_dout, shared_gate_up, shared_d_gate_up, shared_weighted_h, shared_gate, shared_up, shared_down;
+  // Stores, boxes of 16 rows x 64 columns.
+  CUtensorMap window_gate_up_out, window_d_gate_up_out, window_weighted_h_out, shared_d_gate_up_out, shared_weighted_h_out;
+  CUtensorMap d_gate_up_proj_out, d_down_proj_out, d_shared_gate_out, d_shared_up_out, d_shared_down_out;
+
+  const __nv_bfloat16 *peer_x[MOK_MAX_RANKS], *peer_dout[MOK_MAX_RANKS];
+  const float* peer_weight[MOK_MAX_RANKS];
+  const int32_t* peer_tokens[MOK_MAX_RANKS];
+  __nv_bfloat16* peer_routed[MOK_MAX_RANKS];
+
+  const ScheduleHeader* header;
+  const int64_t* rows;
+  uint32_t *tickets, *landed, *replayed, *d_gate_up_ready, *up_done, *wgrad_done, *shared_ready;
+  __nv_bfloat16 *dout_out, *x_out, *shared_out;
+  float *weight_out, *dots, *shared_dots, *carry_gate_up, *carry_down;
+  const float* shared_scale;
+  Limits limits;
+
+  BackwardPlan plan;
+  int ranks, tokens, topk, hidden, inter, shared_inter, wants_dx;
+  int lead_tiles, head_tiles;
+  float swiglu_limit;
+  int copy_bytes, copy_slots, copies_per_row;
+
+  __device__ __forceinline__ Watch watch() const { return {limits, ptx::ld_relaxed_sys(limits.abort_word) != 0}; }
+  // A rank pushes dX rows to whoever wants them, whether it wants its own or not.
+  __device__ __forceinline__ bool any_wants_dx() const {
+    if (ranks == 1) return wants_dx != 0;
+    bool any = false;
+    for (int r = 0; r < ranks; ++r) any = any || peer_tokens[r][1] != 0;
+    return any;
+  }
+  __device__ __forceinline__ bool replays(int tile) const { return tile / plan.window * plan.window >= plan.saved; }
+  __device__ __forceinline__ int slot(int tile) const { return tile % plan.window; }
+  __device__ __forceinline__ uint32_t wgrad_arrivals() const { return 2 * kConsumerWarps * plan.wgrad_tasks(); }
+};
+
+// What a task multiplies: how many k-blocks, and how its operands lie.
+struct Product {
+  uint32_t kind;
+  bool shared, wgrad, gradient_of_hidden;  // gradient_of_hidden: dgrad_down, with the SwiGLU epilogue
+  int blocks;
+
+  __device__ __forceinline__ Product(const BackwardParams& p, const BackwardTask& task) {
+    kind = task.kind();
+    shared = kind == kSharedDgradDown || kind == kSharedDgradUp || kind >= kSharedWgradGate;
+    wgrad = is_wgrad(kind);
+    gradient_of_hidden = kind == kDgradDown || kind == kSharedDgradDown;
+    if (wgrad) {
+      blocks = 2 * task.count - (task.is_short() ? 1 : 0);
+    } else if (kind == kReplay || gradient_of_hidden) {
+      blocks = p.hidden / kBlockK;
+    } else {
+      blocks = 2 * (shared ? p.shared_inter : p.inter) / kBlockK;
+    }
+  }
+};
+
+}  // namespace mok::cuda::sm90

@@ -1,0 +1,117 @@
+// What a consumer warp does with its 16 rows x 256 columns of dh' = dOut @ W_down: router gradient, dSwiGLU, and w * h for the weight gradient.
+//
+// Gate and up come through the pipeline, 64 columns a stage: gate in the first third of it, up in the second. Each warp reads its 16 rows as
+// fragments that lie like its accumulators, writes d_gate and d_up back in their places and w * h into the last third, and sends all three as
+// tensor stores. The stage is free when they have read it; meanwhile the next stage is worked on, and the next tile's operands arrive.
+#pragma once
+#include "../numerics.cuh"
+#include "epilogue.cuh"
+
+namespace mok::cuda::sm90 {
+
+// Rows lane / 4 and lane / 4 + 8 of the warp: their weights, and this block's part of <dh', h>.
+struct RowPair {
+  float weight[2], dot[2];
+};
+
+// acc: columns 64 kBlock .. 64 kBlock + 63 of it are used.
+template <int kBlock>
+__device__ __forceinline__ void dswiglu_block(const float (&acc)[128], uint32_t stage, int in_tile, float limit, RowPair& rows) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t row = stage + (in_tile + lane / 8 % 2 * 8 + lane % 8) * 128;
+  rows.dot[0] = rows.dot[1] = 0.0f;
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {  // 16 columns
+    const uint32_t place = row + (((2 * q + lane / 16) ^ (lane % 8)) << 4);
+    uint32_t gate[4], up[4], weighted[4];
+    ptx::load_matrix_x4(place, gate);
+    ptx::load_matrix_x4(place + kABytes, up);
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int half = r % 2, first = 4 * (8 * kBlock + 2 * q + r / 2) + 2 * half;
+      const float weight = rows.weight[half];
+      const SwigluGradient low = dswiglu(acc[first], weight, ptx::bf16_low(gate[r]), ptx::bf16_low(up[r]), limit);
+      const SwigluGradient high = dswiglu(acc[first + 1], weight, ptx::bf16_high(gate[r]), ptx::bf16_high(up[r]), limit);
+      const uint32_t h = ptx::pack_bf16(low.h, high.h);
+      rows.dot[half] = __fmaf_rn(acc[first], ptx::bf16_low(h), rows.dot[half]);
+      rows.dot[half] = __fmaf_rn(acc[first + 1], ptx::bf16_high(h), rows.dot[half]);
+      gate[r] = ptx::pack_bf16(low.d_gate, high.d_gate);
+      up[r] = ptx::pack_bf16(low.d_up, high.d_up);
+      weighted[r] = ptx::pack_bf16(__fmul_rn(weight, ptx::bf16_low(h)), __fmul_rn(weight, ptx::bf16_high(h)));
+    }
+    ptx::store_matrix_x4(place, gate[0], gate[1], gate[2], gate[3]);
+    ptx::store_matrix_x4(place + kABytes, up[0], up[1], up[2], up[3]);
+    ptx::store_matrix_x4(place + 2 * kABytes, weighted[0], weighted[1], weighted[2], weighted[3]);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    rows.dot[half] = __fadd_rn(rows.dot[half], __shfl_xor_sync(~0u, rows.dot[half], 1));
+    rows.dot[half] = __fadd_rn(rows.dot[half], __shfl_xor_sync(~0u, rows.dot[half], 2));
+  }
+}
+
+struct HiddenGradient {
+  const CUtensorMap *d_gate_up, *weighted_h;
+  float* dots;   // of the warp's first row, column 0; null: rows beyond the operand
+  int parts;     // partials a row
+  int rows;      // of this warp's 16 that exist
+  int row0;      // first of them in the outputs
+  int column, width;
+  float limit;
+};
+
+template <int kBlock>
+__device__ __forceinline__ void hidden_gradient_block(const float (&acc)[128], const HiddenGradient& g, uint32_t smem, int in_tile, uint32_t empty_bar,
+                                                      bool idle, RowPair& rows, StageOrder& stage, uint32_t& sent, Watch& watch) {
+  const int lane = threadIdx.x % 32, x = g.column + kDotColumns * kBlock;
+  wait_mbarrier(watch, smem + Shared::kFull + 8 * stage.slot, stage.phase(), kWaitOperand);
+  const uint32_t slot = stage.slot, at = smem + slot * kStageBytes;
+  stage.advance();
+  const bool works = x < g.width && !idle;
+  if (works) {
+    dswiglu_block<kBlock>(acc, at, in_tile, g.limit, rows);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane == 0) {
+      const uint32_t boxes = at + in_tile * 128;
+      ptx::tensor_store_2d(g.d_gate_up, boxes, x, g.row0, ptx::evict_normal());
+      ptx::tensor_store_2d(g.d_gate_up, boxes + kABytes, g.width + x, g.row0, ptx::evict_normal());
+      ptx::tensor_store_2d(g.weighted_h, boxes + 2 * kABytes, x, g.row0, ptx::evict_normal());
+      ptx::bulk_commit();
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane / 4 + 8 * half;
+      if (lane % 4 == 0 && row < g.rows) g.dots[static_cast<int64_t>(row) * g.parts + x / kDotColumns] = rows.dot[half];
+    }
+  }
+  if (sent < kStages) {  // the block before: its stores have had this block's time
+    if (lane == 0) {
+      if (works) ptx::bulk_wait_read<1>(); else ptx::bulk_wait_read<0>();
+    }
+    __syncwarp();
+    if (empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * sent);
+    sent = kStages;
+  }
+  if (works) {
+    sent = slot;
+  } else if (empty_bar != 0) {
+    ptx::mbarrier_arrive_cluster(empty_bar + 8 * slot);
+  }
+}
+
+// All four blocks. Returns the stage whose stores are still under way, or kStages.
+__device__ __forceinline__ uint32_t hidden_gradient_epilogue(const float (&acc)[128], const HiddenGradient& g, const float (&weight)[2], uint32_t smem,
+                                                             int in_tile, uint32_t empty_bar, bool idle, StageOrder& stage, Watch& watch) {
+  static_assert(kGateUpBlocks == 4, "unrolled below");
+  RowPair rows{{weight[0], weight[1]}, {}};
+  uint32_t sent = kStages;
+  hidden_gradient_block<0>(acc, g, smem, in_tile, empty_bar, idle, rows, stage, sent, watch);
+  hidden_gradient_block<1>(acc, g, smem, in_tile, empty_bar, idle, rows, stage, sent, watch);
+  hidden_gradient_block<2>(acc, g, smem, in_tile, empty_bar, idle, rows, stage, sent, watch);
+  hidden_gradient_block<3>(acc, g, smem, in_tile, empty_bar, idle, rows, stage, sent, watch);
+  return sent;
+}
+
+}  // namespace mok::cuda::sm90

@@ -1,0 +1,72 @@
+// What both megakernels do before their first task, and how they are launched.
+#pragma once
+#include "forward_params.cuh"
+
+namespace mok::cuda::sm90 {
+
+constexpr int kHeadTiles = 16;  // about one wave of gate+up: 66 clusters, 8 pairs of row tiles
+
+__device__ __forceinline__ void prepare_barriers(uint32_t smem) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(smem + Shared::kFull + 8 * i, 1);
+      ptx::mbarrier_init(smem + Shared::kEmpty + 8 * i, 2 * kConsumerWarps);
+    }
+    for (int i = 0; i < kTaskSlots; ++i) {
+      ptx::mbarrier_init(smem + Shared::kTaskFull + 8 * i, 1);
+      ptx::mbarrier_init(smem + Shared::kTaskEmpty + 8 * i, 8);
+    }
+    for (int i = 0; i < kCopySlots; ++i) ptx::mbarrier_init(smem + Shared::kCopyFull + 8 * i, 1);
+    ptx::mbarrier_init(smem + Shared::kOutFull, kConsumerWarps);
+    ptx::mbarrier_init(smem + Shared::kOutFree, 1);
+    ptx::mbarrier_init_fence();
+  }
+  ptx::cluster_sync();
+}
+
+// A row travels in pieces of at most 7 KB.
+template <class Params>
+void choose_copies(int hidden, Params& p) {
+  const int row_bytes = hidden * 2;
+  p.copies_per_row = static_cast<int>(ceil_div(row_bytes, kCopyBytes / 2));
+  p.copy_bytes = static_cast<int>(ceil_div(ceil_div(row_bytes, p.copies_per_row), 16) * 16);
+  p.copy_slots = static_cast<int>(min_of<int64_t>(kCopySlots, kCopyBytes / p.copy_bytes));
+}
+
+// Clusters of two that the device holds at once, the same number for each of the ranks; 0 with the status of the query that failed.
+template <class Kernel>
+int resident_clusters(Kernel kernel, int ranks, int sm_limit, cudaError_t* status) {
+  *status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shared::kBytes);
+  if (*status != cudaSuccess) return 0;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {2, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.blockDim = dim3(kThreads), config.gridDim = dim3(2), config.dynamicSmemBytes = Shared::kBytes;
+  config.attrs = &attribute, config.numAttrs = 1;
+  int clusters = 0;
+  *status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  if (*status != cudaSuccess) return 0;
+  if (sm_limit > 0 && sm_limit / 2 < clusters) clusters = sm_limit / 2;
+  clusters = clusters / ranks * ranks;
+  if (clusters < ranks) *status = cudaErrorCooperativeLaunchTooLarge;
+  return *status == cudaSuccess ? clusters : 0;
+}
+
+template <class Kernel, class Launch>
+cudaError_t launch_clusters(Kernel kernel, const Launch& params, int ranks, int sm_limit, cudaStream_t stream) {
+  cudaError_t status;
+  const int clusters = resident_clusters(kernel, ranks, sm_limit, &status);
+  if (clusters == 0) return status;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {2, 1, 1};
+  attributes[1].id = cudaLaunchAttributeCooperative;
+  attributes[1].val.cooperative = 1;
+  cudaLaunchConfig_t config = {};
+  config.blockDim = dim3(kThreads), config.gridDim = dim3(2 * clusters), config.dynamicSmemBytes = Shared::kBytes;
+  config.stream = stream, config.attrs = attributes, config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace mok::cuda::sm90
