@@ -22,7 +22,7 @@ inline EncodeTiled encode_tiled() {
 }
 
 inline bool encode_bf16(CUtensorMap& map, const void* base, int rank, const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box) {
-  const cuuint32_t steps[3] = {1, 1, 1};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
   return encode_tiled() != nullptr &&
          encode_tiled()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, rank, const_cast<void*>(base), sizes, strides, box, steps,
                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -43,6 +43,15 @@ inline bool make_weight_map(CUtensorMap& map, const void* base, int64_t width, i
   const cuuint64_t strides[2] = {static_cast<cuuint64_t>(width) * 2, static_cast<cuuint64_t>(width) * count * 2};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_width), static_cast<cuuint32_t>(box_rows), 1};
   return encode_bf16(map, base, 3, sizes, strides, box);
+}
+
+// bf16 [depth, count, width], read in chunks of 64 columns: a box is `chunks` of them one behind the other, each of 64 rows. Rows and chunks
+// beyond the matrix read as zero.
+inline bool make_chunk_map(CUtensorMap& map, const void* base, int64_t width, int64_t count, int64_t depth, int chunks) {
+  const cuuint64_t sizes[4] = {64, static_cast<cuuint64_t>(count), static_cast<cuuint64_t>(width) / 64, static_cast<cuuint64_t>(depth)};
+  const cuuint64_t strides[3] = {static_cast<cuuint64_t>(width) * 2, 128, static_cast<cuuint64_t>(width) * count * 2};
+  const cuuint32_t box[4] = {64, 64, static_cast<cuuint32_t>(chunks), 1};
+  return encode_bf16(map, base, 4, sizes, strides, box);
 }
 
 }  // namespace mok::cuda

@@ -77,34 +77,38 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   const auto matrices = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count, int64_t depth, int box_rows) {
     if (base != nullptr) ok = ok && make_weight_map(map, base, width, count, depth, kBlockK, box_rows);
   };
-  load(p.ring_x, a.ring_x, hidden, ring_rows);
+  const auto chunks = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count, int64_t depth = 1) {
+    if (base != nullptr && count > 0) ok = ok && make_chunk_map(map, base, width, count, depth, 2);
+  };
+  chunks(p.ring_x, a.ring_x, hidden, ring_rows);
   load(p.ring_gate_up, a.ring_gate_up, 2 * inter, ring_rows);
   load(p.window_dout, buffer(l.dout), hidden, rows);
   load(p.window_d_gate_up, buffer(l.d_gate_up), 2 * inter, rows);
-  load(p.window_weighted_h, buffer(l.weighted_h), inter, rows);
+  chunks(p.window_weighted_h, buffer(l.weighted_h), inter, rows);
   store(p.window_d_gate_up_out, buffer(l.d_gate_up), 2 * inter, rows);
   store(p.window_weighted_h_out, buffer(l.weighted_h), inter, rows);
   if (may_replay(b)) {
-    load(p.window_x, buffer(l.x), hidden, rows);
+    load(p.replay_x, buffer(l.x), hidden, rows);
+    chunks(p.window_x, buffer(l.x), hidden, rows);
     load(p.window_gate_up, buffer(l.gate_up), 2 * inter, rows);
     store(p.window_gate_up_out, buffer(l.gate_up), 2 * inter, rows);
     matrices(p.replay_weights, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts), kBoxColumns);
   }
-  matrices(p.gate_up_proj, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts), kBlockK);
-  matrices(p.down_proj, a.down_proj, inter, hidden, a.local_experts, kBlockK);
+  chunks(p.gate_up_proj, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts));
+  chunks(p.down_proj, a.down_proj, inter, hidden, a.local_experts);
   matrices(p.d_gate_up_proj_out, b.d_gate_up_proj, hidden, 2 * inter, a.local_experts, 16);
   matrices(p.d_down_proj_out, b.d_down_proj, inter, hidden, a.local_experts, 16);
   if (shared_needed(b)) {
-    load(p.local_x, b.x, hidden, a.tokens);
+    chunks(p.local_x, b.x, hidden, a.tokens);
     load(p.local_dout, b.dout, hidden, a.tokens);
     load(p.shared_gate_up, a.shared_gate_up, 2 * shared, a.tokens);
     load(p.shared_d_gate_up, buffer(l.shared_d_gate_up), 2 * shared, a.tokens);
-    load(p.shared_weighted_h, buffer(l.shared_weighted_h), shared, a.tokens);
+    chunks(p.shared_weighted_h, buffer(l.shared_weighted_h), shared, a.tokens);
     store(p.shared_d_gate_up_out, buffer(l.shared_d_gate_up), 2 * shared, a.tokens);
     store(p.shared_weighted_h_out, buffer(l.shared_weighted_h), shared, a.tokens);
-    matrices(p.shared_gate, a.shared_gate, hidden, shared, 1, kBlockK);
-    matrices(p.shared_up, a.shared_up, hidden, shared, 1, kBlockK);
-    matrices(p.shared_down, a.shared_down, shared, hidden, 1, kBlockK);
+    chunks(p.shared_gate, a.shared_gate, hidden, shared);
+    chunks(p.shared_up, a.shared_up, hidden, shared);
+    chunks(p.shared_down, a.shared_down, shared, hidden);
     matrices(p.d_shared_gate_out, b.d_shared_gate, hidden, shared, 1, 16);
     matrices(p.d_shared_up_out, b.d_shared_up, hidden, shared, 1, 16);
     matrices(p.d_shared_down_out, b.d_shared_down, shared, hidden, 1, 16);

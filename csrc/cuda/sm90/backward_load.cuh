@@ -80,64 +80,80 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
     at.advance();
 
     const Product product(p, task);
-    const bool two = task.two(), wgrad = product.wgrad, shared = product.shared;
-    const int tile = task.tile() + (two && !wgrad ? cta : 0);
-    const int column = (task.column() + (two ? 0 : cta)) * (product.kind == kReplay ? kGateUpColumns : kWideColumns);
-    const int row = (shared ? tile : p.slot(tile)) * kBlockM;       // of the row tile, in the window or among this rank's tokens
-    const int output_row = (task.row() + static_cast<int>(cta)) * kBlockM;  // of a weight gradient
-    const CUtensorMap *a = nullptr, *b = nullptr;
-    int b_row = 0, z = 0;  // weight gradients: first row of B; data gradients: the matrix
-    int a_column = 0;
-    switch (product.kind) {
-      case kReplay: a = &p.window_x, b = &p.replay_weights, z = 2 * task.expert(); break;
-      case kDgradDown: a = &p.window_dout, b = &p.down_proj, z = task.expert(); break;
-      case kDgradUp: a = &p.window_d_gate_up, b = &p.gate_up_proj, z = 2 * task.expert(); break;
-      case kSharedDgradDown: a = &p.local_dout, b = &p.shared_down; break;
-      case kSharedDgradUp: a = &p.shared_d_gate_up, b = &p.shared_gate; break;
-      case kWgradGateUp:
-        a = &p.window_d_gate_up, a_column = output_row;
-        b = task.replayed() ? &p.window_x : &p.ring_x, b_row = task.replayed() ? row : task.tile() * kBlockM;
-        break;
-      case kWgradDown: a = &p.window_dout, a_column = output_row, b = &p.window_weighted_h, b_row = row; break;
-      case kSharedWgradGate: a = &p.shared_d_gate_up, a_column = output_row, b = &p.local_x; break;
-      case kSharedWgradUp: a = &p.shared_d_gate_up, a_column = p.shared_inter + output_row, b = &p.local_x; break;
-      default: a = &p.local_dout, a_column = output_row, b = &p.shared_weighted_h; break;
-    }
-    const int up_from = product.kind == kDgradUp ? p.inter : (product.kind == kSharedDgradUp ? p.shared_inter : 1 << 30);
-
+    const uint32_t kind = product.kind;
+    const bool two = task.two(), shared = product.shared;
+    const int tile = task.tile() + (two && !product.wgrad ? cta : 0);
+    const int column = (task.column() + (two ? 0 : cta)) * (kind == kReplay ? kGateUpColumns : kWideColumns);
+    const int row = (shared ? tile : p.slot(tile)) * kBlockM;  // of the row tile, in the window or among this rank's tokens
     if (!wait_inputs(p, task, tile, dx, watch)) break;
-    for (int block = 0, k = 0; block < product.blocks; ++block, k += kBlockK) {
-      if (!stage_free()) break;
-      const uint32_t full = smem + Shared::kFull + 8 * stage.slot;
-      const uint32_t to_a = smem + stage.slot * kStageBytes, to_b = to_a + kABytes;
-      ptx::mbarrier_expect(full, kStageBytes);
-      if (wgrad) {
-        // The tiles of a macrobatch lie one behind the other in the window.
-        for (int i = 0; i < 2; ++i) ptx::tensor_load_2d(to_a + i * (kABytes / 2), a, full, a_column + 64 * i, row + k);
-        for (int i = 2 * cta; i < 2 * static_cast<int>(cta) + 2; ++i)
-          ptx::tensor_load_2d_multicast(to_b + i * (kBBytes / 4), b, full, column + 64 * i, b_row + k, 3);
-      } else {
+
+    // One loop for each layout: this lane has about as many cycles for a k-block as the tensor cores have.
+    const auto each_block = [&](int blocks, auto issue) {
+      for (int block = 0, k = 0; block < blocks; ++block, k += kBlockK) {
+        if (!stage_free()) return;
+        const uint32_t full = smem + Shared::kFull + 8 * stage.slot, a = smem + stage.slot * kStageBytes;
+        ptx::mbarrier_expect(full, kStageBytes);
+        issue(full, a, a + kABytes, k);
+        stage.advance();
+      }
+    };
+    if (product.wgrad) {
+      // The tiles of a macrobatch lie one behind the other in the window, and its first rows in the ring.
+      const int output_row = (task.row() + static_cast<int>(cta)) * kBlockM + (kind == kSharedWgradUp ? p.shared_inter : 0);
+      const CUtensorMap *a_map, *b_map;
+      int b_row = row;
+      switch (kind) {
+        case kWgradGateUp:
+          a_map = &p.window_d_gate_up, b_map = task.replayed() ? &p.window_x : &p.ring_x;
+          if (!task.replayed()) b_row = task.tile() * kBlockM;
+          break;
+        case kWgradDown: a_map = &p.window_dout, b_map = &p.window_weighted_h; break;
+        case kSharedWgradDown: a_map = &p.local_dout, b_map = &p.shared_weighted_h; break;
+        default: a_map = &p.shared_d_gate_up, b_map = &p.local_x; break;
+      }
+      const int chunk = column / 64 + 2 * cta;
+      const uint32_t half = cta * (kBBytes / 2);
+      each_block(product.blocks, [&](uint32_t full, uint32_t a, uint32_t b, int k) {
+        ptx::tensor_load_2d(a, a_map, full, output_row, row + k);
+        ptx::tensor_load_2d(a + kABytes / 2, a_map, full, output_row + 64, row + k);
+        ptx::tensor_load_4d_multicast(b + half, b_map, full, 0, b_row + k, chunk, 0, 3);
+      });
+    } else if (kind == kReplay) {
+      const int matrix = 2 * task.expert();
+      each_block(product.blocks, [&](uint32_t full, uint32_t a, uint32_t b, int k) {
         if (two) {
-          for (int i = 0; i < 2; ++i) ptx::tensor_load_2d(to_a + i * (kABytes / 2), a, full, k, row + kBoxRows * i);
+          ptx::tensor_load_2d(a, &p.replay_x, full, k, row);
+          ptx::tensor_load_2d(a + kABytes / 2, &p.replay_x, full, k, row + kBoxRows);
+          ptx::tensor_load_3d_multicast(b + cta * (kBBytes / 2), &p.replay_weights, full, k, column, matrix + cta, 3);
         } else {
-          ptx::tensor_load_2d_multicast(to_a + cta * (kABytes / 2), a, full, k, row + kBoxRows * cta, 3);
+          ptx::tensor_load_2d_multicast(a + cta * (kABytes / 2), &p.replay_x, full, k, row + kBoxRows * cta, 3);
+          ptx::tensor_load_3d(b, &p.replay_weights, full, k, column, matrix);
+          ptx::tensor_load_3d(b + kBBytes / 2, &p.replay_weights, full, k, column, matrix + 1);
         }
-        if (product.kind == kReplay) {
-          for (int i = 0; i < 2; ++i) {  // gate and up rows
-            if (!two) ptx::tensor_load_3d(to_b + i * (kBBytes / 2), b, full, k, column, z + i);
-            else if (i == static_cast<int>(cta)) ptx::tensor_load_3d_multicast(to_b + i * (kBBytes / 2), b, full, k, column, z + i, 3);
-          }
+      });
+    } else {
+      // The k-blocks of dgrad_up run over gate's weights, then over up's.
+      const bool up = !product.gradient_of_hidden;
+      const CUtensorMap* a_map = shared ? (up ? &p.shared_d_gate_up : &p.local_dout) : (up ? &p.window_d_gate_up : &p.window_dout);
+      const int blocks = up ? product.blocks / 2 : product.blocks, chunk = column / 64 + (two ? 2 * cta : 0);
+      for (int side = 0; side <= static_cast<int>(up); ++side) {
+        const CUtensorMap* b_map = shared ? (up ? (side == 0 ? &p.shared_gate : &p.shared_up) : &p.shared_down) : (up ? &p.gate_up_proj : &p.down_proj);
+        const int matrix = shared ? 0 : (up ? 2 * task.expert() + side : task.expert()), first = side * blocks * kBlockK;
+        if (two) {
+          const uint32_t half = cta * (kBBytes / 2);
+          each_block(blocks, [&](uint32_t full, uint32_t a, uint32_t b, int k) {
+            ptx::tensor_load_2d(a, a_map, full, first + k, row);
+            ptx::tensor_load_2d(a + kABytes / 2, a_map, full, first + k, row + kBoxRows);
+            ptx::tensor_load_4d_multicast(b + half, b_map, full, 0, k, chunk, matrix, 3);
+          });
         } else {
-          const bool of_up = k >= up_from;
-          const CUtensorMap* weights = of_up && shared ? &p.shared_up : b;
-          const int y = of_up ? k - up_from : k, matrix = of_up && !shared ? z + 1 : z;
-          for (int i = 0; i < 4; ++i) {
-            if (!two) ptx::tensor_load_3d(to_b + i * (kBBytes / 4), weights, full, column + 64 * i, y, matrix);
-            else if (i / 2 == static_cast<int>(cta)) ptx::tensor_load_3d_multicast(to_b + i * (kBBytes / 4), weights, full, column + 64 * i, y, matrix, 3);
-          }
+          each_block(blocks, [&](uint32_t full, uint32_t a, uint32_t b, int k) {
+            ptx::tensor_load_2d_multicast(a + cta * (kABytes / 2), a_map, full, first + k, row + kBoxRows * cta, 3);
+            ptx::tensor_load_4d(b, b_map, full, 0, k, chunk, matrix);
+            ptx::tensor_load_4d(b + kBBytes / 2, b_map, full, 0, k, chunk + 2, matrix);
+          });
         }
       }
-      stage.advance();
     }
     if (watch.dead) break;
     if (product.gradient_of_hidden) {
@@ -164,7 +180,7 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
       // A stage without operands: the epilogue's room, once every consumer of both CTAs is through with it.
       stage_free();
       ptx::mbarrier_arrive(smem + Shared::kFull + 8 * stage.slot);
-      stage.borrow(product.kind == kReplay ? kPassedByGateUp : (wgrad ? kPassedByGradient : kPassedByDown));
+      stage.borrow(kind == kReplay ? kPassedByGateUp : (product.wgrad ? kPassedByGradient : kPassedByDown));
     }
     if (watch.dead) break;
   }

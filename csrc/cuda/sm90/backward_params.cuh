@@ -21,10 +21,12 @@ struct alignas(128) BackwardParams {
   using TaskType = BackwardTask;
   static constexpr uint32_t kOutput = kDgradUp, kSharedOutput = kSharedDgradUp;
 
-  // Loads, boxes of 64 rows x 64 columns (replay_weights: 128 rows, as the forward's).
-  CUtensorMap ring_x, ring_gate_up, window_x, window_gate_up, window_dout, window_d_gate_up, window_weighted_h;
-  CUtensorMap gate_up_proj, down_proj, replay_weights;
-  CUtensorMap local_x, local_dout, shared_gate_up, shared_d_gate_up, shared_weighted_h, shared_gate, shared_up, shared_down;
+  // Loads. A operands, and gate and up: boxes of 64 rows x 64 columns.
+  CUtensorMap ring_gate_up, window_gate_up, window_dout, window_d_gate_up, replay_x;
+  CUtensorMap local_dout, shared_gate_up, shared_d_gate_up;
+  // B operands: two such boxes side by side (replay_weights: 128 rows, as the forward's).
+  CUtensorMap gate_up_proj, down_proj, ring_x, window_x, window_weighted_h, replay_weights;
+  CUtensorMap shared_gate, shared_up, shared_down, local_x, shared_weighted_h;
   // Stores, boxes of 16 rows x 64 columns.
   CUtensorMap window_gate_up_out, window_d_gate_up_out, window_weighted_h_out, shared_d_gate_up_out, shared_weighted_h_out;
   CUtensorMap d_gate_up_proj_out, d_down_proj_out, d_shared_gate_out, d_shared_up_out, d_shared_down_out;
