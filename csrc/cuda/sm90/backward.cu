@@ -68,8 +68,9 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   const BackwardLayout l = BackwardLayout::make(b);
   const auto buffer = [&](int64_t offset) { return at<__nv_bfloat16>(b.workspace, offset); };
   bool ok = true;
-  const auto load = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count) {
-    if (base != nullptr && count > 0) ok = ok && make_row_map(map, base, width, count, kBlockK, kBoxRows);
+  const auto load = [&](CUtensorMap (&maps)[2], const void* base, int64_t width, int64_t count) {
+    if (base == nullptr || count == 0) return;
+    ok = ok && make_row_map(maps[0], base, width, count, kBlockK, kBoxRows) && make_row_map(maps[1], base, width, count, kBlockK, kBlockM);
   };
   const auto store = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count) {
     if (base != nullptr && count > 0) ok = ok && make_row_map(map, base, width, count, kBlockK, 16);
@@ -84,6 +85,8 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   load(p.ring_gate_up, a.ring_gate_up, 2 * inter, ring_rows);
   load(p.window_dout, buffer(l.dout), hidden, rows);
   load(p.window_d_gate_up, buffer(l.d_gate_up), 2 * inter, rows);
+  chunks(p.columns_dout, buffer(l.dout), hidden, rows);
+  chunks(p.columns_d_gate_up, buffer(l.d_gate_up), 2 * inter, rows);
   chunks(p.window_weighted_h, buffer(l.weighted_h), inter, rows);
   store(p.window_d_gate_up_out, buffer(l.d_gate_up), 2 * inter, rows);
   store(p.window_weighted_h_out, buffer(l.weighted_h), inter, rows);
@@ -103,6 +106,8 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
     load(p.local_dout, b.dout, hidden, a.tokens);
     load(p.shared_gate_up, a.shared_gate_up, 2 * shared, a.tokens);
     load(p.shared_d_gate_up, buffer(l.shared_d_gate_up), 2 * shared, a.tokens);
+    chunks(p.shared_columns_dout, b.dout, hidden, a.tokens);
+    chunks(p.shared_columns_d_gate_up, buffer(l.shared_d_gate_up), 2 * shared, a.tokens);
     chunks(p.shared_weighted_h, buffer(l.shared_weighted_h), shared, a.tokens);
     store(p.shared_d_gate_up_out, buffer(l.shared_d_gate_up), 2 * shared, a.tokens);
     store(p.shared_weighted_h_out, buffer(l.shared_weighted_h), shared, a.tokens);

@@ -2,6 +2,7 @@
 #pragma once
 #include "../dispatch.cuh"
 #include "backward_params.cuh"
+#include "load.cuh"
 
 namespace mok::cuda::sm90 {
 
@@ -87,16 +88,6 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
     const int row = (shared ? tile : p.slot(tile)) * kBlockM;  // of the row tile, in the window or among this rank's tokens
     if (!wait_inputs(p, task, tile, dx, watch)) break;
 
-    // One loop for each layout: this lane has about as many cycles for a k-block as the tensor cores have.
-    const auto each_block = [&](int blocks, auto issue) {
-      for (int block = 0, k = 0; block < blocks; ++block, k += kBlockK) {
-        if (!stage_free()) return;
-        const uint32_t full = smem + Shared::kFull + 8 * stage.slot, a = smem + stage.slot * kStageBytes;
-        ptx::mbarrier_expect(full, kStageBytes);
-        issue(full, a, a + kABytes, k);
-        stage.advance();
-      }
-    };
     if (product.wgrad) {
       // The tiles of a macrobatch lie one behind the other in the window, and its first rows in the ring.
       const int output_row = (task.row() + static_cast<int>(cta)) * kBlockM + (kind == kSharedWgradUp ? p.shared_inter : 0);
@@ -104,53 +95,50 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
       int b_row = row;
       switch (kind) {
         case kWgradGateUp:
-          a_map = &p.window_d_gate_up, b_map = task.replayed() ? &p.window_x : &p.ring_x;
+          a_map = &p.columns_d_gate_up, b_map = task.replayed() ? &p.window_x : &p.ring_x;
           if (!task.replayed()) b_row = task.tile() * kBlockM;
           break;
-        case kWgradDown: a_map = &p.window_dout, b_map = &p.window_weighted_h; break;
-        case kSharedWgradDown: a_map = &p.local_dout, b_map = &p.shared_weighted_h; break;
-        default: a_map = &p.shared_d_gate_up, b_map = &p.local_x; break;
+        case kWgradDown: a_map = &p.columns_dout, b_map = &p.window_weighted_h; break;
+        case kSharedWgradDown: a_map = &p.shared_columns_dout, b_map = &p.shared_weighted_h; break;
+        default: a_map = &p.shared_columns_d_gate_up, b_map = &p.local_x; break;
       }
-      const int chunk = column / 64 + 2 * cta;
-      const uint32_t half = cta * (kBBytes / 2);
-      each_block(product.blocks, [&](uint32_t full, uint32_t a, uint32_t b, int k) {
-        ptx::tensor_load_2d(a, a_map, full, output_row, row + k);
-        ptx::tensor_load_2d(a + kABytes / 2, a_map, full, output_row + 64, row + k);
-        ptx::tensor_load_4d_multicast(b + half, b_map, full, 0, b_row + k, chunk, 0, 3);
+      const int a_chunk = output_row / 64, b_chunk = column / 64 + 2 * cta;
+      const uint32_t half = kABytes + cta * (kBBytes / 2);
+      each_block(smem, product.blocks, stage, watch, [&](uint32_t full, uint32_t a, int k) {
+        ptx::tensor_load_4d(a, a_map, full, 0, row + k, a_chunk, 0);
+        ptx::tensor_load_4d_multicast(a + half, b_map, full, 0, b_row + k, b_chunk, 0, 3);
       });
     } else if (kind == kReplay) {
       const int matrix = 2 * task.expert();
-      each_block(product.blocks, [&](uint32_t full, uint32_t a, uint32_t b, int k) {
+      each_block(smem, product.blocks, stage, watch, [&](uint32_t full, uint32_t a, int k) {
         if (two) {
-          ptx::tensor_load_2d(a, &p.replay_x, full, k, row);
-          ptx::tensor_load_2d(a + kABytes / 2, &p.replay_x, full, k, row + kBoxRows);
-          ptx::tensor_load_3d_multicast(b + cta * (kBBytes / 2), &p.replay_weights, full, k, column, matrix + cta, 3);
+          ptx::tensor_load_2d(a, p.replay_x + 1, full, k, row);
+          ptx::tensor_load_3d_multicast(a + kABytes + cta * (kBBytes / 2), &p.replay_weights, full, k, column, matrix + cta, 3);
         } else {
-          ptx::tensor_load_2d_multicast(a + cta * (kABytes / 2), &p.replay_x, full, k, row + kBoxRows * cta, 3);
-          ptx::tensor_load_3d(b, &p.replay_weights, full, k, column, matrix);
-          ptx::tensor_load_3d(b + kBBytes / 2, &p.replay_weights, full, k, column, matrix + 1);
+          ptx::tensor_load_2d_multicast(a + cta * (kABytes / 2), p.replay_x, full, k, row + kBoxRows * cta, 3);
+          ptx::tensor_load_3d(a + kABytes, &p.replay_weights, full, k, column, matrix);
+          ptx::tensor_load_3d(a + kABytes + kBBytes / 2, &p.replay_weights, full, k, column, matrix + 1);
         }
       });
     } else {
       // The k-blocks of dgrad_up run over gate's weights, then over up's.
       const bool up = !product.gradient_of_hidden;
-      const CUtensorMap* a_map = shared ? (up ? &p.shared_d_gate_up : &p.local_dout) : (up ? &p.window_d_gate_up : &p.window_dout);
+      const CUtensorMap* a_map = shared ? (up ? p.shared_d_gate_up : p.local_dout) : (up ? p.window_d_gate_up : p.window_dout);
       const int blocks = up ? product.blocks / 2 : product.blocks, chunk = column / 64 + (two ? 2 * cta : 0);
       for (int side = 0; side <= static_cast<int>(up); ++side) {
         const CUtensorMap* b_map = shared ? (up ? (side == 0 ? &p.shared_gate : &p.shared_up) : &p.shared_down) : (up ? &p.gate_up_proj : &p.down_proj);
         const int matrix = shared ? 0 : (up ? 2 * task.expert() + side : task.expert()), first = side * blocks * kBlockK;
         if (two) {
-          const uint32_t half = cta * (kBBytes / 2);
-          each_block(blocks, [&](uint32_t full, uint32_t a, uint32_t b, int k) {
-            ptx::tensor_load_2d(a, a_map, full, first + k, row);
-            ptx::tensor_load_2d(a + kABytes / 2, a_map, full, first + k, row + kBoxRows);
-            ptx::tensor_load_4d_multicast(b + half, b_map, full, 0, k, chunk, matrix, 3);
+          const uint32_t half = kABytes + cta * (kBBytes / 2);
+          each_block(smem, blocks, stage, watch, [&](uint32_t full, uint32_t a, int k) {
+            ptx::tensor_load_2d(a, a_map + 1, full, first + k, row);
+            ptx::tensor_load_4d_multicast(a + half, b_map, full, 0, k, chunk, matrix, 3);
           });
         } else {
-          each_block(blocks, [&](uint32_t full, uint32_t a, uint32_t b, int k) {
+          each_block(smem, blocks, stage, watch, [&](uint32_t full, uint32_t a, int k) {
             ptx::tensor_load_2d_multicast(a + cta * (kABytes / 2), a_map, full, first + k, row + kBoxRows * cta, 3);
-            ptx::tensor_load_4d(b, b_map, full, 0, k, chunk, matrix);
-            ptx::tensor_load_4d(b + kBBytes / 2, b_map, full, 0, k, chunk + 2, matrix);
+            ptx::tensor_load_4d(a + kABytes, b_map, full, 0, k, chunk, matrix);
+            ptx::tensor_load_4d(a + kABytes + kBBytes / 2, b_map, full, 0, k, chunk + 2, matrix);
           });
         }
       }
@@ -158,7 +146,7 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
     if (watch.dead) break;
     if (product.gradient_of_hidden) {
       // Gate and up follow through the pipeline, 64 columns a stage, and leave it as their gradients (dswiglu.cuh).
-      const CUtensorMap* kept = shared ? &p.shared_gate_up : (task.replayed() ? &p.window_gate_up : &p.ring_gate_up);
+      const CUtensorMap* kept = (shared ? p.shared_gate_up : (task.replayed() ? p.window_gate_up : p.ring_gate_up)) + 1;
       const int width = shared ? p.shared_inter : p.inter;
       const int kept_row = shared || task.replayed() ? row : tile * kBlockM;
       for (int i = 0; i < kGateUpBlocks; ++i) {
@@ -167,10 +155,8 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
         const int x = column + 64 * i;
         if (x < width) {
           ptx::mbarrier_expect(full, 2 * kABytes);
-          for (int half = 0; half < 2; ++half) {
-            ptx::tensor_load_2d(to + half * (kABytes / 2), kept, full, x, kept_row + kBoxRows * half);
-            ptx::tensor_load_2d(to + kABytes + half * (kABytes / 2), kept, full, width + x, kept_row + kBoxRows * half);
-          }
+          ptx::tensor_load_2d(to, kept, full, x, kept_row);
+          ptx::tensor_load_2d(to + kABytes, kept, full, width + x, kept_row);
         } else {
           ptx::mbarrier_arrive(full);
         }

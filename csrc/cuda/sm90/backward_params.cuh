@@ -21,12 +21,13 @@ struct alignas(128) BackwardParams {
   using TaskType = BackwardTask;
   static constexpr uint32_t kOutput = kDgradUp, kSharedOutput = kSharedDgradUp;
 
-  // Loads. A operands, and gate and up: boxes of 64 rows x 64 columns.
-  CUtensorMap ring_gate_up, window_gate_up, window_dout, window_d_gate_up, replay_x;
-  CUtensorMap local_dout, shared_gate_up, shared_d_gate_up;
-  // B operands: two such boxes side by side (replay_weights: 128 rows, as the forward's).
+  // Loads. A operands, and gate and up: boxes of 64 rows x 64 columns, and of a whole row tile.
+  CUtensorMap ring_gate_up[2], window_gate_up[2], window_dout[2], window_d_gate_up[2], replay_x[2];
+  CUtensorMap local_dout[2], shared_gate_up[2], shared_d_gate_up[2];
+  // A operands of the weight gradients, and B operands: two boxes of 64 x 64 side by side (replay_weights: 128 rows, as the forward's).
   CUtensorMap gate_up_proj, down_proj, ring_x, window_x, window_weighted_h, replay_weights;
   CUtensorMap shared_gate, shared_up, shared_down, local_x, shared_weighted_h;
+  CUtensorMap columns_dout, columns_d_gate_up, shared_columns_dout, shared_columns_d_gate_up;
   // Stores, boxes of 16 rows x 64 columns.
   CUtensorMap window_gate_up_out, window_d_gate_up_out, window_weighted_h_out, shared_d_gate_up_out, shared_weighted_h_out;
   CUtensorMap d_gate_up_proj_out, d_down_proj_out, d_shared_gate_out, d_shared_up_out, d_shared_down_out;

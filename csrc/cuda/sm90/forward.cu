@@ -84,15 +84,19 @@ cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
   const auto weights = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count, int64_t depth) {
     if (base != nullptr) ok = ok && make_weight_map(map, base, width, count, depth, kBlockK, kBoxColumns);
   };
-  rows(p.ring_x, a.ring_x, a.hidden, ring_rows);
-  rows(p.ring_h, a.ring_h, a.inter, ring_rows);
+  const auto operand = [&](CUtensorMap (&maps)[2], const void* base, int64_t width, int64_t count) {
+    rows(maps[0], base, width, count);
+    rows(maps[1], base, width, count, kBlockM);
+  };
+  operand(p.ring_x, a.ring_x, a.hidden, ring_rows);
+  operand(p.ring_h, a.ring_h, a.inter, ring_rows);
   rows(p.ring_gate_up_out, a.ring_gate_up, 2 * static_cast<int64_t>(a.inter), ring_rows, 16);
   rows(p.ring_h_out, a.ring_h, a.inter, ring_rows, 16);
   weights(p.gate_up_proj, a.gate_up_proj, a.hidden, a.inter, 2 * static_cast<int64_t>(a.local_experts));
   weights(p.down_proj, a.down_proj, a.inter, a.hidden, a.local_experts);
   if (a.shared_inter > 0) {
-    rows(p.local_x, a.peer_x[a.rank], a.hidden, a.tokens);
-    rows(p.shared_h, a.shared_h, a.shared_inter, a.tokens);
+    operand(p.local_x, a.peer_x[a.rank], a.hidden, a.tokens);
+    operand(p.shared_h, a.shared_h, a.shared_inter, a.tokens);
     rows(p.shared_gate_up_out, a.shared_gate_up, 2 * static_cast<int64_t>(a.shared_inter), a.tokens, 16);
     rows(p.shared_h_out, a.shared_h, a.shared_inter, a.tokens, 16);
     weights(p.shared_gate, a.shared_gate, a.hidden, a.shared_inter, 1);

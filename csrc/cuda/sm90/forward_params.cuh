@@ -59,8 +59,8 @@ struct alignas(128) ForwardParams {
   using TaskType = Task;
   static constexpr uint32_t kOutput = kTaskDown, kSharedOutput = kTaskSharedDown;  // kinds whose tiles the combine warp sends
 
-  CUtensorMap ring_x, ring_h, gate_up_proj, down_proj;
-  CUtensorMap local_x, shared_h, shared_gate, shared_up, shared_down;
+  CUtensorMap ring_x[2], ring_h[2], local_x[2], shared_h[2];  // boxes of half a row tile, and of a whole one
+  CUtensorMap gate_up_proj, down_proj, shared_gate, shared_up, shared_down;
   CUtensorMap ring_gate_up_out, ring_h_out, shared_gate_up_out, shared_h_out;  // stores: boxes of 16 rows
 
   const __nv_bfloat16* peer_x[MOK_MAX_RANKS];

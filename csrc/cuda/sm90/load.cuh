@@ -44,6 +44,19 @@ __device__ __forceinline__ bool wait_rows(const ForwardParams& p, const Task& ta
   return ok;
 }
 
+// Hands each k-block's stage to `issue`(barrier, stage, first column), which starts its loads. A loop of its own for each layout of operands:
+// the loading lane has about as many cycles for a k-block as the tensor cores have (the backward lost a fifth to a loop with branches).
+template <class Issue>
+__device__ __forceinline__ void each_block(uint32_t smem, int blocks, StageOrder& stage, Watch& watch, Issue issue) {
+  for (int block = 0, k = 0; block < blocks; ++block, k += kBlockK) {
+    if (!wait_mbarrier(watch, smem + Shared::kEmpty + 8 * stage.slot, stage.phase() ^ 1, kWaitOperand)) return;
+    const uint32_t full = smem + Shared::kFull + 8 * stage.slot;
+    ptx::mbarrier_expect(full, kStageBytes);
+    issue(full, smem + stage.slot * kStageBytes, k);
+    stage.advance();
+  }
+}
+
 // One lane of each CTA. For every k-block: its own operand, and half of the operand that both CTAs use (multicast to both).
 __device__ __forceinline__ void load_operands(const ForwardParams& p, uint32_t smem) {
   Watch watch = p.watch();
@@ -63,7 +76,7 @@ __device__ __forceinline__ void load_operands(const ForwardParams& p, uint32_t s
     const int tile = task.tile() + (two ? cta : 0);
     const int column = task.column() + (two ? 0 : cta);
     const int row = (shared ? tile : tile % p.ring_tiles) * kBlockM;
-    const CUtensorMap* rows = shared ? (gate_up ? &p.local_x : &p.shared_h) : (gate_up ? &p.ring_x : &p.ring_h);
+    const CUtensorMap* rows = shared ? (gate_up ? p.local_x : p.shared_h) : (gate_up ? p.ring_x : p.ring_h);
     // The two halves of the weight tile: gate and up rows, or the lower and the upper 128 output columns.
     const CUtensorMap* half0 = shared ? (gate_up ? &p.shared_gate : &p.shared_down) : (gate_up ? &p.gate_up_proj : &p.down_proj);
     const CUtensorMap* half1 = shared && gate_up ? &p.shared_up : half0;
@@ -74,21 +87,22 @@ __device__ __forceinline__ void load_operands(const ForwardParams& p, uint32_t s
     const int width = gate_up ? p.hidden : (shared ? p.shared_inter : p.inter);
 
     if (!wait_rows(p, task, tile, watch)) break;
-    for (int k = 0; k < width; k += kBlockK) {
-      if (!wait_mbarrier(watch, smem + Shared::kEmpty + 8 * stage.slot, stage.phase() ^ 1, kWaitOperand)) break;
-      const uint32_t full = smem + Shared::kFull + 8 * stage.slot;
-      const uint32_t a = smem + stage.slot * kStageBytes, b = a + kABytes;
-      ptx::mbarrier_expect(full, kStageBytes);
-      if (two) {
-        ptx::tensor_load_2d(a, rows, full, k, row);
-        ptx::tensor_load_2d(a + kABytes / 2, rows, full, k, row + kBoxRows);
-        ptx::tensor_load_3d_multicast(b + cta * (kBBytes / 2), cta ? half1 : half0, full, k, cta ? y1 : y0, cta ? z1 : z0, 3);
-      } else {
-        ptx::tensor_load_2d_multicast(a + cta * (kABytes / 2), rows, full, k, row + cta * kBoxRows, 3);
-        ptx::tensor_load_3d(b, half0, full, k, y0, z0);
-        ptx::tensor_load_3d(b + kBBytes / 2, half1, full, k, y1, z1);
-      }
-      stage.advance();
+    if (two) {
+      const CUtensorMap *half = cta ? half1 : half0, *whole_rows = rows + 1;  // the same rows in boxes of a whole tile
+      const int y = cta ? y1 : y0, z = cta ? z1 : z0;
+      const uint32_t to_b = kABytes + cta * (kBBytes / 2);
+      each_block(smem, width / kBlockK, stage, watch, [&](uint32_t full, uint32_t to, int k) {
+        ptx::tensor_load_2d(to, whole_rows, full, k, row);
+        ptx::tensor_load_3d_multicast(to + to_b, half, full, k, y, z, 3);
+      });
+    } else {
+      const uint32_t to_a = cta * (kABytes / 2);
+      const int row_of_half = row + cta * kBoxRows;
+      each_block(smem, width / kBlockK, stage, watch, [&](uint32_t full, uint32_t to, int k) {
+        ptx::tensor_load_2d_multicast(to + to_a, rows, full, k, row_of_half, 3);
+        ptx::tensor_load_3d(to + kABytes, half0, full, k, y0, z0);
+        ptx::tensor_load_3d(to + kABytes + kBBytes / 2, half1, full, k, y1, z1);
+      });
     }
     if (watch.dead) break;
     // A stage without operands: the epilogue's room, once every consumer of both CTAs is through with it.
