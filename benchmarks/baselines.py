@@ -47,15 +47,41 @@ def _weighted_sum(
     tl.store(out + token * D + c, total.to(tl.bfloat16), mask=mask)
 
 
+@triton.jit
+def _dswiglu(
+    dh, gate_up, weight, perm, d_gate_up, weighted_h, dot, I: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK)
+    mask = c < I
+    g = tl.load(gate_up + row * 2 * I + c, mask=mask, other=0).to(tl.float32)
+    u = tl.load(gate_up + row * 2 * I + I + c, mask=mask, other=0).to(tl.float32)
+    d = tl.load(dh + row * I + c, mask=mask, other=0).to(tl.float32)
+    s = tl.sigmoid(g)
+    h = g * s * u
+    w = 1.0
+    if HAS_WEIGHT:
+        route = tl.load(perm + row)
+        w = tl.load(weight + route)
+        tl.store(dot + route, tl.sum(d * h))
+    d = d * w
+    tl.store(weighted_h + row * I + c, (w * h).to(tl.bfloat16), mask=mask)
+    tl.store(d_gate_up + row * 2 * I + c, (d * u * (s + g * s * (1 - s))).to(tl.bfloat16), mask=mask)
+    tl.store(d_gate_up + row * 2 * I + I + c, (d * g * s).to(tl.bfloat16), mask=mask)
+
+
 def _block(width):
     return min(1024, triton.next_power_of_2(width))
 
 
 class Composite:
+    """Forward, and a backward written out with the same fusions; it keeps what the forward saved in `self.saved`."""
+
     def __init__(self, weights, topk):
         self.gate_up, self.down = weights.gate_up.transpose(1, 2), weights.down.transpose(1, 2)
         self.experts, self.topk, self.shared = weights.gate_up.shape[0], topk, weights.shared
         self.shared_gate_up = torch.cat(weights.shared[:2]).T if weights.shared else None
+        self.ones = None
 
     def __call__(self, x, ids, weight):
         n, d = x.shape
@@ -70,16 +96,71 @@ class Composite:
         gate_up = torch._grouped_mm(rows, self.gate_up, offs=offsets)
         _swiglu[(m, triton.cdiv(i, _block(i)))](gate_up, h, i, _block(i))
         y = torch._grouped_mm(h, self.down, offs=offsets)
-        shared = None
+        shared = shared_gate_up = None
         if self.shared:
             s = self.shared[2].shape[1]
             hs = x.new_empty(n, s)
-            _swiglu[(n, triton.cdiv(s, _block(s)))](x @ self.shared_gate_up, hs, s, _block(s))
+            shared_gate_up = x @ self.shared_gate_up
+            _swiglu[(n, triton.cdiv(s, _block(s)))](shared_gate_up, hs, s, _block(s))
             shared = hs @ self.shared[2].T
         _weighted_sum[(n, triton.cdiv(d, _block(d)))](
             y, inverse, weight, shared if self.shared else y, out, self.topk, d, self.shared is not None, _block(d)
         )
+        self.saved = x, weight, perm, inverse, offsets, rows, gate_up, shared_gate_up
         return out
+
+    def backward(self, dout):
+        """Gradients by the names of driver_backward.Backward.gradients; shared gate and up in one."""
+        x, weight, perm, inverse, offsets, rows, gate_up, shared_gate_up = self.saved
+        n, d = x.shape
+        m, i = n * self.topk, self.down.shape[1]
+        if self.ones is None:
+            self.ones = torch.ones_like(weight)
+        drows, weighted_h, d_gate_up = x.new_empty(m, d), x.new_empty(m, i), x.new_empty(m, 2 * i)
+        d_weight, dx = torch.empty_like(weight), torch.empty_like(x)
+        _permute[(m, triton.cdiv(d, _block(d)))](dout, perm, drows, self.topk, d, _block(d))
+        dh = torch._grouped_mm(drows, self.down.transpose(1, 2), offs=offsets)
+        _dswiglu[(m,)](
+            dh, gate_up, weight, perm, d_gate_up, weighted_h, d_weight, i, True, triton.next_power_of_2(i), num_warps=8
+        )
+        grads = dict(
+            d_weight=d_weight,
+            dx=dx,
+            d_down_proj=torch._grouped_mm(drows.T, weighted_h, offs=offsets),
+            d_gate_up_proj=torch._grouped_mm(d_gate_up.T, rows, offs=offsets),
+        )
+        dx_rows = torch._grouped_mm(d_gate_up, self.gate_up.transpose(1, 2), offs=offsets)
+        shared_dx = None
+        if self.shared:
+            s = self.shared[2].shape[1]
+            hs, d_shared = x.new_empty(n, s), x.new_empty(n, 2 * s)
+            _dswiglu[(n,)](
+                dout @ self.shared[2],
+                shared_gate_up,
+                weight,
+                perm,
+                d_shared,
+                hs,
+                d_weight,
+                s,
+                False,
+                triton.next_power_of_2(s),
+                num_warps=8,
+            )
+            shared_dx = d_shared @ self.shared_gate_up.T
+            grads |= dict(d_shared_gate_up=d_shared.T @ x, d_shared_down=dout.T @ hs)
+        _weighted_sum[(n, triton.cdiv(d, _block(d)))](
+            dx_rows,
+            inverse,
+            self.ones,
+            dx_rows if shared_dx is None else shared_dx,
+            dx,
+            self.topk,
+            d,
+            shared_dx is not None,
+            _block(d),
+        )
+        return grads
 
 
 class Transformers:

@@ -86,7 +86,7 @@ typedef struct MokBackwardArgs {
   // pulled again for row tiles beyond the ring (replay); peer_routed takes dX rows. ring_h, shared_h, shared_y and scratch are not used.
   MokForwardArgs forward;
   int32_t window_tiles;  // 128-row tiles that the backward's own buffers hold (0: ring_tiles); divides ring_tiles
-  int32_t chunk_units;   // pairs of row tiles by which one dgrad trails the other (0: as many as make two waves)
+  int32_t chunk_units;   // pairs of row tiles by which one dgrad trails the other (0: as many as make one wave)
   int32_t wants_dx;      // of any rank; with more than one rank read from peer_tokens instead
   const void* x;         // bf16 [tokens, D], this rank's
   const void* dout;      // bf16 [tokens, D], this rank's

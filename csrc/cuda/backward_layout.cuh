@@ -73,7 +73,7 @@ inline BackwardPlan plan_of(const MokBackwardArgs& b, int clusters) {
     p.shared_gate = grid(b.d_shared_gate, a.shared_inter, a.hidden), p.shared_up = grid(b.d_shared_up, a.shared_inter, a.hidden);
     p.shared_down = grid(b.d_shared_down, a.hidden, a.shared_inter);
   }
-  const auto chunk = [&](int columns) { return b.chunk_units > 0 ? b.chunk_units : max_of(1, static_cast<int>(ceil_div(2 * clusters, max_of(columns, 1)))); };
+  const auto chunk = [&](int columns) { return b.chunk_units > 0 ? b.chunk_units : max_of(1, static_cast<int>(ceil_div(clusters, max_of(columns, 1)))); };
   p.chunk = chunk(p.down_columns), p.shared_chunk = chunk(p.shared_down_columns);
   return p;
 }

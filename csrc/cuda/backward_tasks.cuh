@@ -55,10 +55,15 @@ struct alignas(16) BackwardTask {
   MOK_HD int row() const { return static_cast<int>(place >> 16); }
 };
 
-// Output tiles of a weight gradient: pairs of 128 rows, and 256 columns. No tasks where it is not wanted.
+// Output tiles of a weight gradient: pairs of 128 rows, and 256 columns. No tasks where it is not wanted. Walked in bands of eight pairs, column
+// by column, so that some 64 clusters side by side read 8 x 256 columns of each operand, the least for their number.
 struct WgradGrid {
   int row_pairs, columns;
   MOK_HD int tasks() const { return row_pairs * columns; }
+  MOK_HD void place(int i, int* row_pair, int* column) const {
+    const int first = i / (8 * columns) * 8, band = min_of(8, row_pairs - first), within = i - first * columns;
+    *row_pair = first + within % band, *column = within / band;
+  }
 };
 
 // All that the order depends on. The prefixes are the schedule's, [L + 1].
@@ -219,9 +224,10 @@ struct BackwardWalk {
     const WgradGrid grids[3] = {p.shared_gate, p.shared_up, p.shared_down};
     int which = 0;
     while (i >= grids[which].tasks()) i -= grids[which++].tasks();
-    const int tiles = static_cast<int>(ceil_div(p.tokens, kRowsPerTile));
-    *task = BackwardTask::make(kSharedWgradGate + which, true, (p.tokens - 1) % kRowsPerTile < kRowsPerTile / 2, true, true, false, 0, 0,
-                               i / grids[which].row_pairs, i % grids[which].row_pairs * 2, tiles);
+    int pair, column;
+    grids[which].place(i, &pair, &column);
+    *task = BackwardTask::make(kSharedWgradGate + which, true, (p.tokens - 1) % kRowsPerTile < kRowsPerTile / 2, true, true, false, 0, 0, column,
+                               2 * pair, static_cast<int>(ceil_div(p.tokens, kRowsPerTile)));
     return true;
   }
   MOK_HD bool wgrad(int i, BackwardTask* task) const {
@@ -231,10 +237,10 @@ struct BackwardWalk {
     if (begin >= end) return false;  // no tokens
     const bool of_down = i >= p.gate_up.tasks();
     if (of_down) i -= p.gate_up.tasks();
-    const WgradGrid& grid = of_down ? p.down : p.gate_up;
+    int pair, column;
+    (of_down ? p.down : p.gate_up).place(i, &pair, &column);
     *task = BackwardTask::make(of_down ? kWgradDown : kWgradGateUp, true, p.short_tile(expert, end - 1), begin == p.tile_prefix[expert],
-                               end == p.tile_prefix[expert + 1], replayed(), expert, begin, i / grid.row_pairs, i % grid.row_pairs * 2,
-                               end - begin);
+                               end == p.tile_prefix[expert + 1], replayed(), expert, begin, column, 2 * pair, end - begin);
     return true;
   }
 };

@@ -180,7 +180,7 @@ def check_carry(order: list[Task], shape: Shape) -> None:
             assert owner == task.expert, "two experts share the carry"
 
 
-grid = st.one_of(st.just((0, 0)), st.tuples(st.integers(1, 3), st.integers(1, 3)))
+grid = st.one_of(st.just((0, 0)), st.tuples(st.integers(1, 19), st.integers(1, 3)))
 shapes = st.builds(
     Shape,
     st.lists(st.one_of(st.just(0), st.integers(1, 900)), min_size=1, max_size=8),
