@@ -4,6 +4,7 @@
 
 #include <limits>
 #include <sstream>
+#include <string>
 #include <tuple>
 
 #include "kernel.h"
@@ -24,7 +25,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Optional = std::optional<Tensor>;
 
-const char* phase_name(Phase phase) {
+std::string phase_name(Phase phase) {
+  if (phase >= Phase::kOther) return "#" + std::to_string(static_cast<int32_t>(phase) - static_cast<int32_t>(Phase::kOther));
   switch (phase) {
     case Phase::kTokens: return "exchange of token counts";
     case Phase::kSchedule: return "schedule, exchange of expert ids";
@@ -35,6 +37,7 @@ const char* phase_name(Phase phase) {
     case Phase::kForwardTasks: return "forward, tasks of this rank";
     case Phase::kBackwardTasks: return "backward, tasks of this rank";
     case Phase::kRefused: return "refused its input";
+    case Phase::kOther: break;
   }
   return "unknown";
 }
@@ -139,6 +142,12 @@ void abort_group(Tensor workspace) {
   group.abort(group.rank, Phase::kRefused);
 }
 
+// Tells every rank that a wait of this one expired on another device: for which rank, and in which phase (numbers of
+// errors.py).
+void expire_group(Tensor workspace, int64_t waited, int64_t phase) {
+  group_of(workspace).abort(waited, static_cast<Phase>(static_cast<int32_t>(Phase::kOther) + phase));
+}
+
 // Raises if the group is poisoned.
 void check_group(Tensor workspace) {
   bounded([&] { group_of(workspace).check(); });
@@ -170,15 +179,16 @@ std::tuple<Tensor, Tensor> schedule(Tensor workspace, Tensor ids, int64_t expert
   });
 }
 
-// -> out [N, D], ring x [ring, D], ring gate/up [ring, 2I], shared gate/up [N, 2S]; the last three are empty unless
-// `save` (and the last without a shared expert).
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(Tensor workspace, Tensor table, Tensor plan, Tensor x, Tensor ids,
-                                                      Tensor route_weights, Tensor gate_up, Tensor down,
-                                                      Optional shared_gate, Optional shared_up, Optional shared_down,
-                                                      Optional shared_scale, std::optional<double> limit,
-                                                      int64_t ring_rows, int64_t minibatch_rows, int64_t comm_threads,
-                                                      int64_t /* of the backward */, bool save) {
+// -> out [N, D], ring x [ring, D], ring gate/up [ring, 2I], shared gate/up [N, 2S], and an empty one in place of the
+// schedule, which other devices build in here. The middle three are empty unless `save` (the last of them without a
+// shared expert too).
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(
+    Tensor workspace, Optional table, Optional plan, Tensor x, Tensor ids, Tensor route_weights, Tensor gate_up,
+    Tensor down, Optional shared_gate, Optional shared_up, Optional shared_down, Optional shared_scale,
+    std::optional<double> limit, int64_t ring_rows, int64_t minibatch_rows, int64_t comm_threads,
+    int64_t /* of the backward */, int64_t /* max_tokens */, int64_t /* schedule_bytes */, bool save) {
   return bounded([&] {
+    STD_TORCH_CHECK(table && plan, "on CPU the schedule comes from `schedule`");
     const Group group = group_of(workspace);
     const Shape shape = shape_of(x, ids, gate_up, shared_gate);
     STD_TORCH_CHECK(shape.tokens <= group.max_tokens, "x does not fit");
@@ -192,7 +202,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(Tensor workspace, Tensor t
     Tensor shared_gate_up = empty_like_type(x, {save && shape.shared ? shape.tokens : 0, 2 * shape.shared});
     by_type(x, [&](auto type) {
       using T = decltype(type);
-      forward<T>(group, {shape, schedule_of(table, plan, shape.experts), settings,
+      forward<T>(group, {shape, schedule_of(*table, *plan, shape.experts), settings,
                          weights_of<T>(gate_up, down, shared_gate, shared_up, shared_down), clamp_of(limit),
                          data_of<T>(x), data_of<int32_t>(ids), data_of<float>(route_weights),
                          data_of<float>(shared_scale), data_of<T>(out), data_of<T>(ring_x),
@@ -200,18 +210,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_op(Tensor workspace, Tensor t
                          save && shape.shared ? data_of<T>(shared_gate_up) : nullptr});
     });
     if (!save) ring_x = empty_like_type(x, {0, shape.hidden});
-    return std::make_tuple(out, ring_x, ring_gate_up, shared_gate_up);
+    return std::make_tuple(out, ring_x, ring_gate_up, shared_gate_up, empty_of(x, {0}, ScalarType::Byte));
   });
 }
 
 // needs: one bit each for dx, d_route_weights, d_gate_up, d_down, d_shared_gate, d_shared_up, d_shared_down,
 // d_shared_scale, in this order, which is also the order of the results; what is not needed comes back empty.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
-    Tensor workspace, Tensor table, Tensor plan, Tensor dout, Tensor x, Tensor ids, Tensor route_weights, Tensor gate_up,
-    Tensor down, Optional shared_gate, Optional shared_up, Optional shared_down, Optional shared_scale, Tensor ring_x,
-    Tensor ring_gate_up, Tensor shared_gate_up, std::optional<double> limit, int64_t minibatch_rows,
-    int64_t comm_threads, int64_t needs) {
+    Tensor workspace, Tensor table, Optional plan, Tensor dout, Tensor x, Tensor ids, Tensor route_weights,
+    Tensor gate_up, Tensor down, Optional shared_gate, Optional shared_up, Optional shared_down, Optional shared_scale,
+    Tensor ring_x, Tensor ring_gate_up, Tensor shared_gate_up, std::optional<double> limit, int64_t minibatch_rows,
+    int64_t comm_threads, int64_t /* max_tokens */, int64_t needs) {
   return bounded([&] {
+    STD_TORCH_CHECK(plan.has_value(), "on CPU the schedule comes from `schedule`");
     const Group group = group_of(workspace);
     const Shape shape = shape_of(x, ids, gate_up, shared_gate);
     STD_TORCH_CHECK(shape.tokens <= group.max_tokens, "x does not fit");
@@ -230,7 +241,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
     by_type(x, [&](auto type) {
       using T = decltype(type);
       const auto wanted = [&](int bit, const Tensor& t) { return needed(bit) ? data_of<T>(t) : nullptr; };
-      backward<T>(group, {shape, schedule_of(table, plan, shape.experts),
+      backward<T>(group, {shape, schedule_of(table, *plan, shape.experts),
                           settings_of(ring_x.size(0), minibatch_rows, comm_threads),
                           weights_of<T>(gate_up, down, shared_gate, shared_up, shared_down), clamp_of(limit),
                           data_of<T>(dout), data_of<T>(x), data_of<int32_t>(ids), data_of<float>(route_weights),
@@ -250,6 +261,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
 STABLE_TORCH_LIBRARY(MOK_NAMESPACE, m) {
   m.def("agree_tokens(Tensor workspace, int tokens) -> int");
   m.def("abort_group(Tensor workspace) -> ()");
+  m.def("expire_group(Tensor workspace, int waited, int phase) -> ()");
   m.def("check_group(Tensor workspace) -> ()");
   m.def("table_rows(int ranks, int max_tokens, int top_k, int experts) -> int");
   m.def("workspace_bytes(int max_tokens, int top_k, int hidden, int element) -> int");
@@ -257,20 +269,21 @@ STABLE_TORCH_LIBRARY(MOK_NAMESPACE, m) {
       "schedule(Tensor workspace, Tensor ids, int experts, int hidden, int element, int capacity, int ranks)"
       " -> (Tensor, Tensor)");
   m.def(
-      "forward(Tensor workspace, Tensor table, Tensor plan, Tensor x, Tensor ids, Tensor route_weights, Tensor gate_up,"
-      " Tensor down, Tensor? shared_gate, Tensor? shared_up, Tensor? shared_down, Tensor? shared_scale, float? limit,"
-      " int ring_rows, int minibatch_rows, int comm, int backward_comm, bool save)"
-      " -> (Tensor, Tensor, Tensor, Tensor)");
+      "forward(Tensor workspace, Tensor? table, Tensor? plan, Tensor x, Tensor ids, Tensor route_weights,"
+      " Tensor gate_up, Tensor down, Tensor? shared_gate, Tensor? shared_up, Tensor? shared_down,"
+      " Tensor? shared_scale, float? limit, int ring_rows, int minibatch_rows, int comm, int backward_comm,"
+      " int max_tokens, int schedule_bytes, bool save) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "backward(Tensor workspace, Tensor table, Tensor plan, Tensor dout, Tensor x, Tensor ids, Tensor route_weights,"
+      "backward(Tensor workspace, Tensor table, Tensor? plan, Tensor dout, Tensor x, Tensor ids, Tensor route_weights,"
       " Tensor gate_up, Tensor down, Tensor? shared_gate, Tensor? shared_up, Tensor? shared_down, Tensor? shared_scale,"
       " Tensor ring_x, Tensor ring_gate_up, Tensor shared_gate_up, float? limit, int minibatch_rows, int comm,"
-      " int needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      " int max_tokens, int needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(MOK_NAMESPACE, CPU, m) {
   m.impl("agree_tokens", TORCH_BOX(&mok::cpu::agree_tokens));
   m.impl("abort_group", TORCH_BOX(&mok::cpu::abort_group));
+  m.impl("expire_group", TORCH_BOX(&mok::cpu::expire_group));
   m.impl("check_group", TORCH_BOX(&mok::cpu::check_group));
   m.impl("schedule", TORCH_BOX(&mok::cpu::schedule));
   m.impl("forward", TORCH_BOX(&mok::cpu::forward_op));

@@ -23,6 +23,7 @@ enum class Phase : int32_t {
   kForwardTasks,
   kBackwardTasks,
   kRefused,
+  kOther = 1000,  // and above: waits of another device, by its own numbers
 };
 
 // A wait expired here, or a peer said that one expired there.

@@ -1,4 +1,8 @@
-"""Random MoE layers for the kernel tests, run on a virtual group and by the oracle."""
+"""Random MoE layers for the kernel tests, run on a virtual group and by the oracle.
+
+The tests of this folder hold for every backend: they run on `backend()`, the CPU, and again on a GPU where tests/gpu
+collects them.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,54 @@ from mok_hf import kernel
 PER_TOKEN = ("out", "dx", "d_weights", "d_scale")
 
 
+@dataclass(frozen=True)
+class Backend:
+    """Where the layers of these tests run and what the kernel promises there.
+
+    Args:
+        device: kind of device.
+        dtype: of a problem that names none.
+        tolerance: relative error against fp64 in that dtype.
+        least_ring: rows of the smallest ring.
+        timeout_s: longest wait for a rank that is to come.
+    """
+
+    device: str
+    dtype: torch.dtype
+    tolerance: float
+    least_ring: int
+    timeout_s: float
+
+
+CPU = Backend("cpu", torch.float32, 2e-6, 128, 60.0)
+CUDA = Backend("cuda", torch.bfloat16, 1e-2, 256, 10.0)
+_backend = CPU
+
+
+def backend() -> Backend:
+    """The backend that the tests run on now."""
+    return _backend
+
+
+def use(chosen: Backend) -> None:
+    """Runs what follows on `chosen`."""
+    global _backend
+    _backend = chosen
+
+
 def load() -> ModuleType:
     """The kernel package under test."""
     return kernel.load()
+
+
+def workspace(group: Any = None, rank: int = 0, timeout_s: float | None = None) -> Any:
+    """A workspace of its own, on the backend's device."""
+    return load().Workspace(group, backend().device, rank=rank, timeout_s=timeout_s or backend().timeout_s)
+
+
+def randint(low: int, high: int, size: tuple[int, ...], seed: int) -> Tensor:
+    """Random ids on the backend's device, the same on every one."""
+    return torch.randint(low, high, size, generator=torch.Generator().manual_seed(seed)).to(backend().device)
 
 
 @dataclass
@@ -32,7 +81,7 @@ class Problem:
     gated: bool = True
     experts: int = 8
     top_k: int = 3
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None  # the backend's
     swiglu_limit: float | None = None
     seed: int = 0
     scale: float = 1.0  # of x and dout
@@ -40,19 +89,21 @@ class Problem:
     parts: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(self.seed)
+        self.dtype = self.dtype or backend().dtype
+        generator, device = torch.Generator().manual_seed(self.seed), backend().device
 
         def normal(*sizes: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(*sizes, generator=generator) * scale).to(self.dtype)
+            return (torch.randn(*sizes, generator=generator) * scale).to(device, self.dtype)
 
         count, width = sum(self.tokens), self.shared_width
         if self.ids is None:
             scores = torch.rand(count, self.experts, generator=generator)
             self.ids = scores.topk(min(self.top_k, self.experts), dim=-1).indices
+        self.ids = self.ids.to(device)
         self.parts = {
             "x": normal(count, self.hidden, scale=self.scale),
-            "weights": torch.rand(self.ids.shape, generator=generator),
-            "scale": torch.rand(count, generator=generator),
+            "weights": torch.rand(self.ids.shape, generator=generator).to(device),
+            "scale": torch.rand(count, generator=generator).to(device),
             "gate_up": normal(self.experts, 2 * self.intermediate, self.hidden, scale=self.hidden**-0.5),
             "down": normal(self.experts, self.hidden, self.intermediate, scale=self.intermediate**-0.5),
             "shared_gate": normal(width, self.hidden, scale=self.hidden**-0.5),
@@ -107,11 +158,13 @@ class Problem:
     def results(self, ranks: int, frozen: tuple[str, ...] = (), **settings: Any) -> list[dict[str, Tensor]]:
         mok = load()
         group = mok.VirtualGroup(ranks)
+        if "macrobatch_size" in settings:
+            settings["macrobatch_size"] = max(settings["macrobatch_size"], backend().least_ring)
         each, local = len(self.tokens) // ranks, self.experts // ranks
         ends = [sum(self.tokens[: (r + 1) * each]) for r in range(ranks)]
 
         def rank_step(rank: int) -> dict[str, Tensor]:
-            workspace = mok.Workspace(group if ranks > 1 else None, rank=rank, timeout_s=60)
+            own = workspace(group if ranks > 1 else None, rank)
             rows = slice(ends[rank - 1] if rank else 0, ends[rank])
             owned = slice(rank * local, (rank + 1) * local)
             cut = {"x": rows, "weights": rows, "scale": rows, "gate_up": owned, "down": owned}
@@ -119,7 +172,7 @@ class Problem:
             for n, leaf in leaves.items():
                 leaf.requires_grad_(n not in frozen)
             args, keywords = self.arguments(leaves, self.ids[rows])
-            out = mok.moe(*args, **keywords, workspace=workspace, **settings)
+            out = mok.moe(*args, **keywords, workspace=own, **settings)
             out.backward(self.dout[rows])
             return {"out": out.detach()} | {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
 
@@ -127,13 +180,21 @@ class Problem:
 
 
 def in_ranks(ranks: int, work: Any) -> list[Any]:
-    """work(0) .. work(ranks - 1), each on a thread; the first exception is raised here."""
+    """work(0) .. work(ranks - 1), each on a thread, on CUDA with a stream of its own; raises the first exception."""
     results: list[Any] = [None] * ranks
     errors: list[BaseException] = []
+    main = torch.cuda.current_stream() if backend().device == "cuda" else None
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(rank)
+            if main is None:
+                results[rank] = work(rank)
+            else:
+                stream = torch.cuda.Stream()
+                stream.wait_stream(main)
+                with torch.cuda.stream(stream):
+                    results[rank] = work(rank)
+                stream.synchronize()
         except BaseException as error:
             errors.append(error)
 
@@ -156,7 +217,11 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 def assert_close(
     got: dict[str, Tensor], want: dict[str, Tensor], limit: float, plain: dict[str, Tensor] | None = None
 ) -> None:
-    """Every tensor within `limit`, and within 1.5 times what plain PyTorch in the same dtype has."""
+    """Every tensor within `limit`, and within 1.5 times what plain PyTorch in the same dtype has.
+
+    A limit for fp32 is the backend's own on one that computes in less.
+    """
+    limit = max(limit, backend().tolerance)
     assert got.keys() == want.keys()
     for name in want:
         error = relative_error(got[name], want[name])
@@ -175,5 +240,6 @@ def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor], names: set[str
 
 def poison() -> None:
     """Fills memory that the allocator will hand out again with NaN."""
-    blocks = [torch.full((1 << shift,), float("nan")) for shift in range(6, 23) for _ in range(3)]
+    device = backend().device
+    blocks = [torch.full((1 << shift,), float("nan"), device=device) for shift in range(6, 23) for _ in range(3)]
     del blocks

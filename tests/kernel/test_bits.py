@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernel.layers import Problem, assert_equal, load, poison
+from tests.kernel.layers import Problem, assert_equal, backend, load, poison, workspace
 
 TOKENS = [0, 1, 5, 51, 700, 3, 260, 90]
 SETTINGS = [
@@ -26,7 +26,9 @@ INVARIANT = {"out", "x", "weights", "scale"}
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def problem(request: pytest.FixtureRequest) -> Problem:
+def problem(request: pytest.FixtureRequest, on_backend: None) -> Problem:
+    if request.param == torch.float32 and backend().dtype != torch.float32:
+        pytest.skip("this backend computes in bf16 alone")
     return Problem(TOKENS, dtype=request.param)
 
 
@@ -44,6 +46,8 @@ def test_runs(problem: Problem, base: dict) -> None:
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(str(v) for v in s.values()))
 def test_settings(problem: Problem, base: dict, settings: dict) -> None:
     """Weight gradients included: the rounding of an expert split by a macrobatch boundary happens once, at its end."""
+    if backend().device == "cuda":  # no threads of its own communicate there
+        settings = {name: value for name, value in settings.items() if not name.endswith("comm_sms")}
     poison()
     for ranks in (1, 4):
         assert_equal(problem.step(ranks, **settings), base[ranks])
@@ -68,5 +72,5 @@ def test_inference_gives_the_bits_of_training(problem: Problem, base: dict) -> N
     mok, p = load(), problem.parts
     args, keywords = problem.arguments({n: p[n] for n in problem.names()}, problem.ids)
     with torch.no_grad():
-        out = mok.moe(*args, **keywords, workspace=mok.Workspace())
+        out = mok.moe(*args, **keywords, workspace=workspace())
     assert torch.equal(out, base[1]["out"])

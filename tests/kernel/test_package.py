@@ -31,8 +31,12 @@ def test_manifest() -> None:
     import kernels._rust
 
     kernels._rust.Build.open(str(CSRC))
-    listed = set(re.findall(r'"((?:common|cpu)/[^"]+)"', (CSRC / "build.toml").read_text()))
-    assert listed == {f"{folder}/{p.name}" for folder in ("common", "cpu") for p in (CSRC / folder).iterdir()}
+    text = (CSRC / "build.toml").read_text()
+    for section, folders in (("mok_cpu", ("common", "cpu")), ("mok_cuda", ("common", "cpu", "cuda"))):
+        kernel_text = text.partition(f"[kernel.{section}]")[2].partition("\n[")[0]
+        listed = re.findall(r'"((?:common|cpu|cuda)/[^"]+)"', kernel_text)
+        present = {str(p.relative_to(CSRC)) for folder in folders for p in (CSRC / folder).rglob("*") if p.is_file()}
+        assert len(listed) == len(set(listed)) and set(listed) == present
 
 
 def test_digests() -> None:
@@ -102,12 +106,14 @@ def test_opcheck() -> None:
         128,
         1,
         1,
+        40,
+        0,
         True,
     )
     torch.library.opcheck(ops.forward.default, arguments, test_utils=CHECKS)
     with torch.no_grad():
-        _, *rings = ops.forward(*arguments)
-        backward = (handle, table, plan, problem.dout, *arguments[3:12], *rings, 1.5, 128, 1, 255)
+        _, *rings, _ = ops.forward(*arguments)
+        backward = (handle, table, plan, problem.dout, *arguments[3:12], *rings, 1.5, 128, 1, 40, 255)
         torch.library.opcheck(ops.backward.default, backward, test_utils=CHECKS)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernel.layers import Problem, assert_close, poison
+from tests.kernel.layers import Problem, assert_close, backend, load, poison, relative_error, workspace
 
 SHAPES = {
     "plain": {"shared_width": 0},
@@ -39,7 +39,7 @@ def test_bf16(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("macrobatch", [128, 384])
 def test_ring_smaller_than_the_rows(macrobatch: int, ranks: int) -> None:
     """Every macrobatch but the first is replayed in the backward."""
-    for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 1e-2)):
+    for dtype, limit in {(backend().dtype, backend().tolerance), (torch.bfloat16, 1e-2)}:
         problem = Problem([400, 300], experts=4, dtype=dtype)
         poison()
         assert_close(problem.step(ranks, macrobatch_size=macrobatch, minibatch_size=128), problem.oracle(), limit)
@@ -65,12 +65,10 @@ def test_scaled_inputs(scale: float) -> None:
 
 def test_route_weights_of_the_models_dtype() -> None:
     """Softmax routers hand over bf16 weights; their gradient comes back in bf16."""
-    from tests.kernel.layers import load, relative_error
-
     problem = Problem([64], dtype=torch.bfloat16, shared_width=0)
     p = problem.parts
     weights = p["weights"].bfloat16().requires_grad_()
-    out = load().moe(p["x"], problem.ids, weights, p["gate_up"], p["down"], workspace=load().Workspace())
+    out = load().moe(p["x"], problem.ids, weights, p["gate_up"], p["down"], workspace=workspace())
     out.backward(problem.dout)
     assert weights.grad.dtype == torch.bfloat16
     assert relative_error(weights.grad, problem.oracle()["weights"]) < 1e-2

@@ -129,7 +129,7 @@ def _mapped() -> list[str]:
 def pretend_two_machines() -> str:
     mok = load()
     symmetric = __import__("sys").modules[mok.SymmetricBuffer.__module__]
-    symmetric._machine = lambda: (f"host{dist.get_rank()}", "boot")
+    symmetric.machine = lambda: (f"host{dist.get_rank()}", "boot")
     try:
         mok.SymmetricBuffer(1024, dist.group.WORLD)
     except RuntimeError as error:

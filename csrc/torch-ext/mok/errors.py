@@ -8,6 +8,23 @@ from contextlib import contextmanager
 
 _TIMEOUT = re.compile(r"MoKTimeout origin=(-?\d+) waited=(-?\d+) phase=([^\n]*)")
 
+# Waits on a CUDA device, by the numbers of csrc/cuda/wait.cuh and, from 16 on, of csrc/cuda/ops.cpp.
+_DEVICE_PHASES = {
+    "#1": "a barrier",
+    "#2": "a tile, its operands",
+    "#3": "a tile, its task",
+    "#4": "dispatch, rows of a tile",
+    "#5": "gate and up of a tile",
+    "#6": "a ring slot",
+    "#7": "dispatch, a copy from a peer",
+    "#8": "backward, replay of a tile",
+    "#9": "backward, a weight gradient's earlier part",
+    "#16": "forward, before dispatch",
+    "#17": "forward, after combine",
+    "#18": "backward, before reverse-combine",
+    "#19": "backward, after reverse-dispatch",
+}
+
 
 class MoKTimeoutError(RuntimeError):
     """A bounded wait expired: a rank of the expert-parallel group stopped, or is slower than `timeout_s`.
@@ -16,14 +33,19 @@ class MoKTimeoutError(RuntimeError):
 
     Attributes:
         rank: EP rank that was waited for, or None if it is not known.
-        reporter: EP rank whose wait expired first.
+        reporter: EP rank whose wait expired first, or None if it is not known.
         phase: what the reporter was doing.
+        device_phase: number of the phase if the wait was on a CUDA device, else None.
         timeout_s: the bound, in seconds.
     """
 
-    def __init__(self, rank: int | None, reporter: int, phase: str, timeout_s: float, own_rank: int) -> None:
-        self.rank, self.reporter, self.phase, self.timeout_s = rank, reporter, phase, timeout_s
-        if phase == "refused its input":
+    def __init__(self, rank: int | None, reporter: int | None, phase: str, timeout_s: float, own_rank: int) -> None:
+        self.rank, self.reporter, self.timeout_s = rank, reporter, timeout_s
+        self.phase = phase = _DEVICE_PHASES.get(number := phase, phase)
+        self.device_phase = int(number[1:]) if number.startswith("#") else None
+        if reporter is None:
+            text = "another EP rank gave up waiting and said so; its own error says for whom."
+        elif phase == "refused its input":
             text = f"EP rank {reporter} refused its input and left the layer; its own error says why."
         elif rank == reporter:
             text = f"EP rank {reporter} made no progress for {timeout_s:g} s ({phase})."
@@ -44,5 +66,5 @@ def timeouts(rank: int, timeout_s: float) -> Iterator[None]:
         found = _TIMEOUT.search(str(error))
         if not found:
             raise
-        reporter, waited, phase = int(found[1]), int(found[2]), found[3]
-        raise MoKTimeoutError(waited if waited >= 0 else None, reporter, phase, timeout_s, rank) from None
+        reporter, waited = (int(number) if int(number) >= 0 else None for number in found.groups()[:2])
+        raise MoKTimeoutError(waited, reporter, found[3], timeout_s, rank) from None

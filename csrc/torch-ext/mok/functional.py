@@ -12,11 +12,14 @@ from .workspace import Workspace
 TILE = 128  # rows of a row tile; minibatch and macrobatch sizes are multiples of it
 WIDTH_STEP = 64
 MAX_TOP_K = 16
-_DTYPES = (torch.float32, torch.bfloat16)
-# Row tiles that are signalled together. Fine enough that the first product starts early; on CPU nothing is gained from
-# more, the signals being a cache line each.
-_DEFAULT_MINIBATCH = 512
-_DEFAULT_COMM_THREADS = 1
+MAX_EXPERTS = 3071  # of one rank on CUDA; four counts of each fit the 48 KB of shared memory the schedule has
+_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
+# Rows that are signalled together. On CPU fine enough that the first product starts early; nothing is gained from more,
+# the signals being a cache line each. On CUDA 0 is what makes two waves of gate+up tiles on the device at hand.
+_DEFAULT_MINIBATCH = {"cpu": 512, "cuda": 0}
+# On CUDA every CTA communicates beside its products, which costs 1 % of them where dedicated SMs cost 6 to 18 %.
+_DEFAULT_COMM = {"cpu": 1, "cuda": 0}
+_LEAST_RING = {"cpu": TILE, "cuda": 2 * TILE}
 
 
 def moe(
@@ -45,7 +48,8 @@ def moe(
     and top_k_weights also for every EP size.
 
     Args:
-        x: [N, D] float32 or bfloat16. N may be 0 and differs from rank to rank; D is a multiple of 64.
+        x: [N, D] float32 or bfloat16, on CUDA bfloat16. N may be 0 and differs from rank to rank; D is a multiple of
+            64.
         top_k_index: [N, K] int32 or int64 global expert ids, K up to 16, repeats allowed. Below 0 or from E on a route
             is masked: it adds nothing and its weight's gradient is 0.
         top_k_weights: [N, K] floating point; its gradient has its dtype.
@@ -58,7 +62,7 @@ def moe(
         minibatch_size: rows (a multiple of 128) whose arrival is signalled together; paper, section 3.2.
         macrobatch_size: rows (a multiple of 128) of the ring that activations live in; paper, section 3.3. What does
             not fit is computed again in the backward. Default: all rows of a balanced load.
-        fwd_comm_sms, bwd_comm_sms: communication threads.
+        fwd_comm_sms, bwd_comm_sms: communication threads; on CUDA 0, since every SM communicates.
         max_tokens_per_rank: most tokens any rank ever has; with it the ranks need not agree on counts.
         precision: None or "bf16"/"fp32", which must be x's: "mxfp8" is not built for this device.
         timeout_s: longest wait for another rank.
@@ -69,54 +73,66 @@ def moe(
 
     Raises:
         ValueError: an input the kernel can not serve; nothing was launched.
-        MoKTimeoutError: a rank did not come within `timeout_s`.
+        MoKTimeoutError: a rank did not come within `timeout_s`; on CUDA raised by a later call, or by `mok.check`, and
+            logged: the failed call's results are NaN.
     """
-    _check(x, top_k_index, top_k_weights, gate_up_proj, down_proj, shared, shared_scale, precision)
-    minibatch = _rows("minibatch_size", minibatch_size, _DEFAULT_MINIBATCH)
-    forward_comm = _threads("fwd_comm_sms", fwd_comm_sms)
-    backward_comm = _threads("bwd_comm_sms", bwd_comm_sms)
+    _check(x, top_k_index, top_k_weights, gate_up_proj, down_proj, shared, shared_scale, swiglu_limit, precision)
+    device = x.device.type
+    if device != workspace.device.type:
+        raise ValueError(f"x is on {x.device} and the workspace is for {workspace.device}: make one for x's device.")
+    minibatch = _rows("minibatch_size", minibatch_size, TILE, _DEFAULT_MINIBATCH[device])
+    forward_comm = _comm("fwd_comm_sms", fwd_comm_sms, device)
+    backward_comm = _comm("bwd_comm_sms", bwd_comm_sms, device)
     if timeout_s is not None:
         workspace.timeout_s = timeout_s
     experts, top_k, hidden = gate_up_proj.shape[0], top_k_index.shape[1], x.shape[1]
+    gate, up, down = shared if shared is not None else (None, None, None)
+    tensors = (x, top_k_weights, gate_up_proj, down_proj, gate, up, down, shared_scale)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if save:
+        _check_backward(device)
 
     handle = workspace.handle(x.shape[0], top_k, hidden, x.dtype, max_tokens_per_rank)
-    ring = _rows("macrobatch_size", macrobatch_size, _balanced(workspace.tokens * top_k, experts))
-    masked = (top_k_index < 0) | (top_k_index >= experts * workspace.size)
-    ids = top_k_index.masked_fill(masked, -1).to(torch.int32).contiguous()
-    table, plan = schedule(handle, ids, workspace, experts, hidden, x.dtype)
-
-    weights = top_k_weights.float().contiguous()
-    scale = None if shared_scale is None else shared_scale.reshape(-1).float().contiguous()
-    gate, up, down = shared if shared is not None else (None, None, None)
-    tensors = (x, weights, gate_up_proj, down_proj, gate, up, down, scale)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    ring = _rows(
+        "macrobatch_size", macrobatch_size, _LEAST_RING[device], _balanced(workspace.tokens * top_k, experts, device)
+    )
+    ids, table, plan = _routes(handle, top_k_index, workspace, experts, hidden, x.dtype)
+    routes = workspace.size * workspace.tokens * top_k
     with timeouts(workspace.rank, workspace.timeout_s):
         return ops.forward(
             handle,
             table,
             plan,
-            x.contiguous(),
-            ids,
-            weights,
-            gate_up_proj.contiguous(),
-            down_proj.contiguous(),
-            _contiguous(gate),
-            _contiguous(up),
-            _contiguous(down),
-            scale,
+            *map(_ready, (x, ids, top_k_weights.float(), gate_up_proj, down_proj, gate, up, down)),
+            None if shared_scale is None else _ready(shared_scale.reshape(-1).float()),
             swiglu_limit,
             ring,
             minibatch,
             forward_comm,
             backward_comm,
+            workspace.tokens,
+            _schedule_bytes(device, routes, x, gate_up_proj, gate),
             save,
         )[0]
+
+
+def _routes(
+    handle: Tensor, top_k_index: Tensor, workspace: Workspace, experts: int, hidden: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Expert ids as `ops.forward` takes them, and the schedule: on CUDA both are the operator's own work."""
+    if top_k_index.is_cuda:
+        return top_k_index, None, None
+    masked = (top_k_index < 0) | (top_k_index >= experts * workspace.size)
+    ids = top_k_index.masked_fill(masked, -1).to(torch.int32).contiguous()
+    return ids, *schedule(handle, ids, workspace, experts, hidden, dtype)
 
 
 def schedule(
     handle: Tensor, ids: Tensor, workspace: Workspace, experts: int, hidden: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Where each route lands in the local row order (Algorithm 1); collective.
+    """Where each route lands in the local row order (Algorithm 1), on CPU; collective.
+
+    On CUDA the schedule is part of the forward, between the barriers that it has anyway.
 
     Args:
         handle: what `Workspace.handle` returned.
@@ -136,13 +152,33 @@ def schedule(
         return ops.schedule(handle, ids, experts, hidden, dtype.itemsize, capacity, workspace.size)
 
 
-def _balanced(routes: int, experts: int) -> int:
+def _balanced(routes: int, experts: int, device: str) -> int:
     """Rows of a ring that holds a balanced load, each expert's last tile included."""
-    return -(-routes // TILE) * TILE + TILE * experts
+    return -(-routes // TILE) * TILE + TILE * experts + _LEAST_RING[device] - TILE
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+def _schedule_bytes(device: str, routes: int, x: Tensor, gate_up: Tensor, gate: Tensor | None) -> int:
+    """Bytes that hold a CUDA schedule (csrc/cuda/layout.cuh) of `routes` routes of all ranks, whatever the routing.
+
+    Eight bytes for each row, and for each task: a column tile of a row tile of each of the two products.
+    """
+    if device != "cuda":
+        return 0
+    experts, width, hidden = gate_up.shape[0], gate_up.shape[1] // 2, x.shape[1]
+    tiles = routes // TILE + experts
+    down_columns = -(-hidden // 256)
+    tasks = tiles * (-(-width // 128) + down_columns)
+    if gate is not None:
+        tasks += -(-x.shape[0] // TILE) * (-(-gate.shape[0] // 128) + down_columns)
+    return 8 * (tiles * (TILE + 1) + tasks) + 16 * experts + 4096
+
+
+def _ready(tensor: Tensor | None) -> Tensor | None:
+    """Contiguous, and on a CUDA device at an address that its copy engine takes."""
+    if tensor is None:
+        return None
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor
 
 
 # -- autograd --------------------------------------------------------------------------------------------------------
@@ -153,22 +189,23 @@ _WANTED = (3, 5, 6, 7, 8, 9, 10, 11)  # those of them that may have a gradient, 
 
 
 def _setup_context(ctx, inputs, output):
-    limit, _, minibatch, _, comm, save = inputs[_SAVED:]
+    limit, _, minibatch, _, comm, max_tokens, _, save = inputs[_SAVED:]
     if save:
         ctx.save_for_backward(*inputs[:_SAVED], *output[1:])
-    ctx.limit, ctx.minibatch, ctx.comm = limit, minibatch, comm
+    ctx.settings = (limit, minibatch, comm, max_tokens)
     # Only `out` has a gradient; without this the engine would fill rings of zeros for the others.
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, *_):
-    no_grads = (None,) * (_SAVED + 6)
+    no_grads = (None,) * (_SAVED + 8)
     if dout is None:
         return no_grads
-    handle, table, plan, *rest = ctx.saved_tensors
+    handle, table, plan, *rest, schedule = ctx.saved_tensors
+    table = schedule if table is None else table
     needs = sum(1 << bit for bit, i in enumerate(_WANTED) if ctx.needs_input_grad[i])
     with timeouts(int(handle[0]), int(handle[3]) / 1e9):
-        results = ops.backward(handle, table, plan, dout.contiguous(), *rest, ctx.limit, ctx.minibatch, ctx.comm, needs)
+        results = ops.backward(handle, table, plan, _ready(dout), *rest, *ctx.settings, needs)
     grads = list(no_grads)
     for bit, i in enumerate(_WANTED):
         if needs >> bit & 1:
@@ -203,6 +240,8 @@ def _(
     minibatch,
     forward_comm,
     backward_comm,
+    max_tokens,
+    schedule_bytes,
     save,
 ):
     rows = ring if save else 0
@@ -212,6 +251,7 @@ def _(
         x.new_empty(rows, x.shape[1]),
         x.new_empty(rows, gate_up.shape[1]),
         x.new_empty(tokens, width),
+        x.new_empty(schedule_bytes if save and x.device.type == "cuda" else 0, dtype=torch.uint8),
     )
 
 
@@ -236,6 +276,7 @@ def _(
     limit,
     minibatch,
     comm,
+    max_tokens,
     needs,
 ):
     like = [x, weights, gate_up, down, gate, up, shared_down, scale]
@@ -245,11 +286,18 @@ def _(
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
-def _check(x, top_k_index, top_k_weights, gate_up, down, shared, shared_scale, precision) -> None:
+def _check(x, top_k_index, top_k_weights, gate_up, down, shared, shared_scale, swiglu_limit, precision) -> None:
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; it must be [N, D]: flatten batch and sequence first.")
     tokens, hidden = x.shape
-    if x.dtype not in _DTYPES:
+    if x.device.type not in _DTYPES:
+        raise ValueError(f"x is on {x.device}; the kernel runs on {' and '.join(_DTYPES)}.")
+    if x.dtype not in _DTYPES[x.device.type]:
+        if x.is_cuda:
+            raise ValueError(
+                f"x is {x.dtype}; the CUDA kernel serves bfloat16. Load with dtype=torch.bfloat16, or run under"
+                " torch.autocast('cuda', dtype=torch.bfloat16)."
+            )
         raise ValueError(f"x is {x.dtype}; the CPU kernel serves float32 and bfloat16. Cast the model to one of them.")
     if precision not in (None, {torch.float32: "fp32", torch.bfloat16: "bf16"}[x.dtype]):
         raise ValueError(f"precision={precision!r} does not fit hidden states in {x.dtype}: leave it at None.")
@@ -289,6 +337,12 @@ def _check(x, top_k_index, top_k_weights, gate_up, down, shared, shared_scale, p
             f"shared_scale has {shared_scale.numel()} values for {tokens} tokens"
             + ("." if shared is not None else ", but there is no shared expert.")
         )
+    if swiglu_limit is not None and not swiglu_limit > 0:
+        raise ValueError(f"swiglu_limit={swiglu_limit}; it must be above 0, or None for no clamp.")
+    if x.is_cuda and not 1 <= experts <= MAX_EXPERTS:
+        raise ValueError(
+            f"this rank has {experts} experts; the CUDA kernel serves up to {MAX_EXPERTS}: use more ranks."
+        )
     for name, value in widths.items():
         if value < WIDTH_STEP or value % WIDTH_STEP:
             raise ValueError(
@@ -303,17 +357,30 @@ def _check(x, top_k_index, top_k_weights, gate_up, down, shared, shared_scale, p
             raise ValueError(f"{name} is on {tensor.device} and x on {x.device}: move them to one device.")
 
 
-def _rows(name: str, value: int | None, default: int) -> int:
+def _check_backward(device: str) -> None:
+    """A forward that keeps what its backward needs is refused where no backward is, before anything runs."""
+    name = add_op_namespace_prefix("backward")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, device.upper()):
+        raise ValueError(
+            f"this kernel has no backward on {device}, and a gradient would be needed: run under torch.no_grad(), or"
+            " train with a kernel that has one."
+        )
+
+
+def _rows(name: str, value: int | None, least: int, default: int) -> int:
     if value is None:
-        return max(default, TILE)
-    if value < TILE or value % TILE:
-        raise ValueError(f"{name}={value}; it must be a positive multiple of {TILE} rows.")
+        return default
+    if value < least or value % TILE:
+        raise ValueError(f"{name}={value}; it must be a multiple of {TILE} rows, at least {least}.")
     return value
 
 
-def _threads(name: str, value: int | None) -> int:
+def _comm(name: str, value: int | None, device: str) -> int:
     if value is None:
-        return _DEFAULT_COMM_THREADS
-    if not 1 <= value <= 64:
+        return _DEFAULT_COMM[device]
+    if device == "cuda":
+        if value != 0:
+            raise ValueError(f"{name}={value}; on CUDA every SM communicates and none is set aside: leave it at None.")
+    elif not 1 <= value <= 64:
         raise ValueError(f"{name}={value}; on CPU it is the number of communication threads, 1 to 64.")
     return value

@@ -33,7 +33,8 @@ class MoKExperts(nn.Module):
         """The experts' weighted sum, differentiable.
 
         Args:
-            hidden_states: [N, D] float32 or bfloat16, the weights' dtype; D and I are multiples of 64.
+            hidden_states: [N, D] float32 or bfloat16 (on CUDA bfloat16), the weights' dtype; D and I are multiples of
+                64.
             top_k_index: [N, K] int32 or int64; below 0 or from E on, a route is masked.
             top_k_weights: [N, K] floating point.
 
@@ -56,7 +57,7 @@ class MoKExperts(nn.Module):
 
 
 # One operator from the routes to the sum: `functional.moe` reads the workspace's state in Python, which torch.compile
-# can not trace. The schedule is computed again in the backward, since its size depends on that state too.
+# can not trace. On CPU the schedule is computed again in the backward, since its size depends on that state too.
 
 
 def _operator(name: str):
@@ -67,62 +68,88 @@ def _operator(name: str):
     add_op_namespace_prefix("experts"),
     mutates_args=(),
     schema="(Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, float? limit, bool save)"
-    " -> (Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _experts(x, ids, weights, gate_up, down, limit, save):
-    functional._check(x, ids, weights, gate_up, down, None, None, None)
+    functional._check(x, ids, weights, gate_up, down, None, None, limit, None)
+    if save:
+        functional._check_backward(x.device.type)
     shared = workspace(None, x.device)
     arguments = _arguments(shared, x, ids, weights, gate_up, down)
+    minibatch, comm, _ = _settings(x)
     with timeouts(shared.rank, shared.timeout_s):
-        out, ring_x, ring_gate_up, _ = ops.forward(
-            *arguments, limit, _ring(ids, gate_up), functional._DEFAULT_MINIBATCH, *_COMM, save
+        out, ring_x, ring_gate_up, _, schedule = ops.forward(
+            *arguments,
+            limit,
+            _ring(x, ids, gate_up),
+            minibatch,
+            comm,
+            comm,
+            x.shape[0],
+            _schedule_bytes(x, ids, gate_up),
+            save,
         )
-    return out, ring_x, ring_gate_up
+    return out, ring_x, ring_gate_up, schedule
 
 
 @torch.library.custom_op(
     add_op_namespace_prefix("experts_backward"),
     mutates_args=(),
     schema="(Tensor dout, Tensor x, Tensor ids, Tensor weights, Tensor gate_up, Tensor down, Tensor ring_x,"
-    " Tensor ring_gate_up, float? limit, int needs) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor ring_gate_up, Tensor schedule, float? limit, int needs) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _experts_backward(dout, x, ids, weights, gate_up, down, ring_x, ring_gate_up, limit, needs):
+def _experts_backward(dout, x, ids, weights, gate_up, down, ring_x, ring_gate_up, schedule, limit, needs):
     shared = workspace(None, x.device)
     handle, table, plan, *rest = _arguments(shared, x, ids, weights, gate_up, down)
     rings = (ring_x, ring_gate_up, x.new_empty(0, 0))
     with timeouts(shared.rank, shared.timeout_s):
         dx, d_weights, d_gate_up, d_down, *_ = ops.backward(
-            handle, table, plan, dout.contiguous(), *rest, *rings, limit, functional._DEFAULT_MINIBATCH, _COMM[1], needs
+            handle,
+            schedule if table is None else table,
+            plan,
+            functional._ready(dout),
+            *rest,
+            *rings,
+            limit,
+            *_settings(x),
+            needs,
         )
     return dx, d_weights.to(weights.dtype), d_gate_up, d_down
 
 
-_COMM = (functional._DEFAULT_COMM_THREADS,) * 2
+def _settings(x):
+    """minibatch, communication and tokens, as both operators take them."""
+    device = x.device.type
+    return functional._DEFAULT_MINIBATCH[device], functional._DEFAULT_COMM[device], x.shape[0]
 
 
 def _arguments(shared, x, ids, weights, gate_up, down):
     """What the operators take first: handle, schedule, inputs; without a shared expert."""
     experts = gate_up.shape[0]
     handle = shared.handle(x.shape[0], ids.shape[1], x.shape[1], x.dtype, None)
-    routes = ids.masked_fill((ids < 0) | (ids >= experts), -1).to(torch.int32).contiguous()
-    table, plan = functional.schedule(handle, routes, shared, experts, x.shape[1], x.dtype)
-    tensors = (x.contiguous(), routes, weights.float().contiguous(), gate_up.contiguous(), down.contiguous())
+    routes, table, plan = functional._routes(handle, ids, shared, experts, x.shape[1], x.dtype)
+    tensors = map(functional._ready, (x, routes, weights.float(), gate_up, down))
     return handle, table, plan, *tensors, None, None, None, None
 
 
-def _ring(ids, gate_up):
+def _ring(x, ids, gate_up):
     """Rows of the ring: all routes, each expert's last tile included, so that nothing is computed twice."""
-    return functional._balanced(ids.shape[0] * ids.shape[1], gate_up.shape[0])
+    return functional._balanced(ids.shape[0] * ids.shape[1], gate_up.shape[0], x.device.type)
+
+
+def _schedule_bytes(x, ids, gate_up):
+    return functional._schedule_bytes(x.device.type, ids.shape[0] * ids.shape[1], x, gate_up, None)
 
 
 @_experts.register_fake
 def _(x, ids, weights, gate_up, down, limit, save):
-    rows = _ring(ids, gate_up) if save else 0
-    return torch.empty_like(x), x.new_empty(rows, x.shape[1]), x.new_empty(rows, gate_up.shape[1])
+    rows, num_bytes = (_ring(x, ids, gate_up), _schedule_bytes(x, ids, gate_up)) if save else (0, 0)
+    rings = x.new_empty(rows, x.shape[1]), x.new_empty(rows, gate_up.shape[1])
+    return torch.empty_like(x), *rings, x.new_empty(num_bytes, dtype=torch.uint8)
 
 
 @_experts_backward.register_fake
-def _(dout, x, ids, weights, gate_up, down, ring_x, ring_gate_up, limit, needs):
+def _(dout, x, ids, weights, gate_up, down, ring_x, ring_gate_up, schedule, limit, needs):
     like = (x, weights, gate_up, down)
     return tuple(torch.empty_like(t) if needs >> bit & 1 else t.new_empty(0) for bit, t in enumerate(like))
 

@@ -6,36 +6,50 @@ import mmap
 import os
 import secrets
 import socket
+import threading
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+_STORAGE_DEVICE = 6  # which argument of rebuild_cuda_tensor
 
 
 class SymmetricBuffer:
     """One segment of `num_bytes` on each rank, mapped by all ranks of `group`.
 
     On CPU the segment is POSIX shared memory: created with an unguessable name and mode 0600, and unlinked at once, so
-    that nothing is left behind however the process ends. Peers open it through the creator's file descriptor.
+    that nothing is left behind however the process ends. Peers open it through the creator's file descriptor. On CUDA
+    it is torch symmetric memory where each rank has a GPU of its own, and memory shared through CUDA IPC where all
+    ranks share one.
 
     Constructing it is collective. The memory is zeroed.
 
     Args:
         num_bytes: size of each rank's segment; equal on all ranks.
         group: a `torch.distributed` process group, or None for a group of one rank.
+        device: where the memory lies; "cpu" or a CUDA device.
 
     Raises:
-        RuntimeError: ranks of the group run on different machines, or a peer's segment can not be opened.
+        RuntimeError: the ranks' memory can not be shared: on CPU they run on different machines, on CUDA some but not
+            all share a GPU; or a peer's segment can not be opened.
     """
 
-    def __init__(self, num_bytes: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, num_bytes: int, group: dist.ProcessGroup | None = None, device: str | torch.device = "cpu"
+    ) -> None:
         self.num_bytes = num_bytes
         if group is None or dist.get_world_size(group) == 1:
-            self.segments = [torch.zeros(max(num_bytes, 1), dtype=torch.uint8)]
+            self.segments = [_zeros(num_bytes, torch.device(device))]
+            return
+        if torch.device(device).type == "cuda":
+            self.segments = _cuda_segments(num_bytes, group, torch.device(device))
             return
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         fd = _create(num_bytes)
         try:
-            mine = (_machine(), os.getpid(), fd)
+            mine = (machine(), os.getpid(), fd)
             everyone: list = [None] * size
             dist.all_gather_object(everyone, mine, group=group)
             others = [r for r in range(size) if everyone[r][0] != mine[0]]
@@ -75,14 +89,82 @@ class VirtualGroup:
     def __init__(self, size: int) -> None:
         self.size = size
         self._buffers: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self._lock = threading.Lock()
 
-    def buffer(self, name: str, num_bytes: int) -> list[torch.Tensor]:
+    def buffer(self, name: str, num_bytes: int, device: str | torch.device = "cpu") -> list[torch.Tensor]:
         """The segments of all ranks; the same ones for whichever rank asks, first or later."""
         key = (name, num_bytes)
-        if key not in self._buffers:
-            made = [torch.zeros(max(num_bytes, 1), dtype=torch.uint8) for _ in range(self.size)]
-            return self._buffers.setdefault(key, made)  # one setdefault wins when two threads come at once
-        return self._buffers[key]
+        with self._lock:
+            if key not in self._buffers:
+                self._buffers[key] = [_zeros(num_bytes, torch.device(device)) for _ in range(self.size)]
+            return self._buffers[key]
+
+
+def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Zeros that whoever gets the address may use at once, on any stream."""
+    segment = torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return segment
+
+
+def _cuda_segments(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> list[torch.Tensor]:
+    size = dist.get_world_size(group)
+    mine = (machine(), str(torch.cuda.get_device_properties(device).uuid))
+    everyone: list = [None] * size
+    dist.all_gather_object(everyone, mine, group=group)
+    if len(set(everyone)) == size:
+        return _symmetric_memory(num_bytes, group, device)
+    if len(set(everyone)) == 1:
+        return _shared_gpu(num_bytes, group, device)
+    sharing = [r for r in range(size) if everyone.count(everyone[r]) > 1]
+    raise RuntimeError(
+        f"EP ranks {sharing} share GPUs and the others do not: give each rank a GPU of its own"
+        " (torch.cuda.set_device(local_rank)), or let all share one."
+    )
+
+
+def _symmetric_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> list[torch.Tensor]:
+    from torch.distributed import _symmetric_memory
+
+    # The kernel has no use for multicast objects, and a host can be short of them.
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
+    try:
+        segment = _symmetric_memory.empty(max(num_bytes, 1), dtype=torch.uint8, device=device)
+        shared = _symmetric_memory.rendezvous(segment, group)
+    finally:
+        if before is None:
+            del os.environ[_NO_MULTICAST]
+        else:
+            os.environ[_NO_MULTICAST] = before
+    segment.zero_()
+    torch.cuda.current_stream(device).synchronize()
+    dist.all_gather_object([None] * dist.get_world_size(group), None, group=group)  # nobody writes before all are zero
+    rank = dist.get_rank(group)
+    return [
+        segment if r == rank else shared.get_buffer(r, segment.shape, segment.dtype)
+        for r in range(dist.get_world_size(group))
+    ]
+
+
+def _shared_gpu(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> list[torch.Tensor]:
+    segment = _zeros(num_bytes, device)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    # torch counts the users of a segment: one share for each.
+    shares = [None if r == rank else reduce_tensor(segment)[1] for r in range(size)]
+    everyone: list = [None] * size
+    dist.all_gather_object(everyone, shares, group=group)
+    segments = []
+    for r in range(size):
+        if r == rank:
+            segments.append(segment)
+        else:
+            share = list(everyone[r][rank])
+            share[_STORAGE_DEVICE] = device.index  # a process may have another number for the same GPU than this one
+            segments.append(rebuild_cuda_tensor(*share))
+    dist.all_gather_object(everyone, None, group=group)  # nobody goes on before all have opened
+    return segments
 
 
 def _create(num_bytes: int) -> int:
@@ -102,6 +184,7 @@ def _map(file: int | str, num_bytes: int) -> torch.Tensor:
         os.close(fd)
 
 
-def _machine() -> tuple[str, str]:
+def machine() -> tuple[str, str]:
+    """What tells this machine from others."""
     with open("/proc/sys/kernel/random/boot_id") as f:
         return socket.gethostname(), f.read().strip()

@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import threading
-from array import array
 
 import torch
 import torch.distributed as dist
 
+from . import device as cuda
 from ._ops import ops
-from .errors import timeouts
-from .symmetric import SymmetricBuffer, VirtualGroup
+from .errors import MoKTimeoutError, timeouts
+from .symmetric import SymmetricBuffer, VirtualGroup, machine
 
 _CONTROL_BYTES = 4096
 DEFAULT_TIMEOUT_S = 600.0
-
-
-class _Words(array):
-    """The workspace as the operators see it, and the memory it points to.
-
-    It is updated in place when buffers grow: the tensor over it, which a forward saves for its backward, always shows
-    the present addresses, and keeps them mapped as long as it lives.
-    """
-
-    segments: list[torch.Tensor]
 
 
 class Workspace:
     """Symmetric buffers of one (group, device); paper, section 3.3.
 
     It is allocated on first use, collectively, and grows when a forward has more tokens than any before: the ranks
-    agree on the largest count first, so all grow together. Every rank of the group must run the same layers in the same
-    order. One thread uses a workspace at a time.
+    agree on the largest count first, on the host, so all grow together. Every rank of the group must run the same
+    layers in the same order. One thread uses a workspace at a time. On CUDA its calls run one after the other, whatever
+    streams they are made on.
 
     Args:
         group: process group whose ranks together hold all experts, a `VirtualGroup` with `rank`, or None for one rank
             that holds them all.
-        device: where the layers run; "cpu".
+        device: where the layers run; "cpu" or a CUDA device.
         timeout_s: longest wait for another rank, in seconds.
         rank: this workspace's rank in a `VirtualGroup`.
+
+    Raises:
+        ValueError: the kernel is not built for the device, or the group has more ranks than it serves.
     """
 
     def __init__(
@@ -49,9 +43,7 @@ class Workspace:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         rank: int = 0,
     ) -> None:
-        self.group, self.device, self.timeout_s = group, torch.device(device), timeout_s
-        if self.device.type != "cpu":
-            raise ValueError(f"this kernel runs on cpu, not on {self.device}: build or fetch one for that device.")
+        self.group, self.device, self.timeout_s = group, _indexed(device), timeout_s
         if isinstance(group, VirtualGroup):
             self.rank, self.size = rank, group.size
         else:
@@ -59,15 +51,21 @@ class Workspace:
             self.size = 1 if group is None else dist.get_world_size(group)
         if not 1 <= self.size <= 72:
             raise ValueError(f"ep_size is {self.size}; a group has 1 to 72 ranks.")
+        self._cuda: cuda.DeviceSide | None = None
+        if self.device.type == "cuda":
+            _check_device(self.device)
+            self._cuda = cuda.DeviceSide(group, self.device, self.rank, self.size)
         self.tokens = 0  # of the rank that had most when the ranks last agreed
         self._control: list[torch.Tensor] = []
         self._data: list[torch.Tensor] = []
-        self._words = _Words("q", [0] * (4 + 2 * self.size))
-        self._view = torch.frombuffer(self._words, dtype=torch.int64)
+        self._words = cuda.Words("q", [0] * (4 + 2 * self.size))
+        self._view = torch.frombuffer(self._words, dtype=torch.int64)  # of the host's side
         self._capacity = 0
         self._num_bytes = 0
         self._in_forward = False
         self._agreed = False
+        self._spans_machines = False
+        self._error: MoKTimeoutError | None = None  # once raised, every later call raises it
 
     # -- forward boundaries ------------------------------------------------------------------------------------------
 
@@ -84,10 +82,13 @@ class Workspace:
     def handle(
         self, num_tokens: int, top_k: int, hidden: int, dtype: torch.dtype, max_tokens_per_rank: int | None
     ) -> torch.Tensor:
-        """What the operators take: int64 [4 + 2R] of rank, ranks, Nmax, timeout and every rank's addresses.
+        """What the operators take: int64 of rank, ranks, Nmax, timeout and every rank's addresses; on CUDA some more.
 
-        Collective where the ranks have to agree on token counts. Raises ValueError for more tokens than fit.
+        Collective where the ranks have to agree on token counts. Never waits for a device. Raises ValueError for more
+        tokens than fit.
         """
+        if self._error is not None:
+            raise self._error
         self._open()
         if max_tokens_per_rank is not None:
             if num_tokens > max_tokens_per_rank:
@@ -98,8 +99,7 @@ class Workspace:
                 )
             self.tokens = max_tokens_per_rank
         elif self._must_agree(num_tokens):
-            with timeouts(self.rank, self.timeout_s):
-                self.tokens = ops.agree_tokens(self._view, num_tokens)
+            self.tokens = self._agree(num_tokens)
             self._agreed = self._in_forward
         elif num_tokens > self._capacity:
             self.leave()
@@ -109,7 +109,7 @@ class Workspace:
                 " has."
             )
         self._grow(top_k, hidden, dtype)
-        return self._view
+        return self._view if self._cuda is None else self._cuda.view
 
     def _must_agree(self, num_tokens: int) -> bool:
         if self.size == 1:
@@ -119,23 +119,54 @@ class Workspace:
             return False
         return not (self._in_forward and self._agreed)
 
+    def _agree(self, num_tokens: int) -> int:
+        if self._cuda is not None and self.size == 1:
+            return num_tokens
+        if self._spans_machines:
+            count = torch.tensor(num_tokens)
+            dist.all_reduce(count, dist.ReduceOp.MAX, group=self.group)
+            return int(count)
+        with timeouts(self.rank, self.timeout_s):
+            return ops.agree_tokens(self._view, num_tokens)
+
     def _grow(self, top_k: int, hidden: int, dtype: torch.dtype) -> None:
         if self.tokens > self._capacity:
             self._capacity = 1 << (self.tokens - 1).bit_length()
-        num_bytes = ops.workspace_bytes(self._capacity, top_k, hidden, dtype.itemsize)
-        if num_bytes > self._num_bytes:
-            self._num_bytes = num_bytes
-            # One rank shares with nobody: its pages are taken only when they are used.
-            self._data = (
-                [torch.empty(num_bytes, dtype=torch.uint8)] if self.size == 1 else self._allocate("data", num_bytes)
-            )
+        if self._cuda is not None:
+            self._cuda.grow(self._capacity, top_k, hidden)
+        else:
+            num_bytes = ops.workspace_bytes(self._capacity, top_k, hidden, dtype.itemsize)
+            if num_bytes > self._num_bytes:
+                self._num_bytes = num_bytes
+                # One rank shares with nobody: its pages are taken only when they are used.
+                self._data = (
+                    [torch.empty(num_bytes, dtype=torch.uint8)] if self.size == 1 else self._allocate("data", num_bytes)
+                )
         self._refresh()
 
     def _open(self) -> None:
-        if not self._control:
+        if self._cuda is not None:
+            if not self._cuda.opened:
+                self._open_cuda(self._cuda)
+        elif not self._control:
             self._control = self._allocate("control", _CONTROL_BYTES)
             self._data = [torch.empty(1, dtype=torch.uint8)] * self.size
         self._refresh()
+
+    def _open_cuda(self, side: cuda.DeviceSide) -> None:
+        """The host's side too: control pages in which ranks of one machine agree on counts and learn of failures."""
+        if self.size > 1:
+            if not isinstance(self.group, VirtualGroup):
+                machines: list = [None] * self.size
+                dist.all_gather_object(machines, machine(), group=self.group)
+                self._spans_machines = len(set(machines)) > 1
+                if self._spans_machines:
+                    _check_cpu_backend(self.group)
+            if not self._spans_machines:
+                self._control = self._allocate("host control", _CONTROL_BYTES)
+                self._data = [torch.empty(1, dtype=torch.uint8)] * self.size
+        side.open()
+        cuda.watch(self)
 
     def _allocate(self, name: str, num_bytes: int) -> list[torch.Tensor]:
         if isinstance(self.group, VirtualGroup):
@@ -149,25 +180,77 @@ class Workspace:
         for i, word in enumerate(words):
             self._words[i] = word
         self._words.segments = segments
+        if self._cuda is not None:
+            self._cuda.refresh(self._capacity, self.timeout_s)
 
     # -- failure -----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises MoKTimeoutError if a wait of this group has expired."""
-        if self._control:
+        try:
             with timeouts(self.rank, self.timeout_s):
-                ops.check_group(self._view)
+                if self._control:
+                    ops.check_group(self._view)
+                if self._cuda is not None:
+                    self._cuda.check()
+        except MoKTimeoutError as error:
+            self._error = error
+            raise
 
     def leave(self) -> None:
         """Tells the other ranks that this one does not come: they raise instead of waiting until `timeout_s`."""
         if self._control and self.size > 1:
             ops.abort_group(self._view)
+        if self._cuda is not None:
+            self._cuda.abort()
+
+    def spread(self, error: MoKTimeoutError) -> None:
+        """Tells the other ranks of a wait that expired on this rank's device, or stops this one for a peer's."""
+        if self._control and error.reporter == self.rank and error.device_phase is not None:
+            ops.expire_group(self._view, -1 if error.rank is None else error.rank, error.device_phase)
+        if self._cuda is not None:
+            self._cuda.tell()
+            self._cuda.abort()
 
     def close(self) -> None:
         """Frees the buffers. Calls whose backward is still to come need them: close when training is over."""
+        if self._cuda is not None:
+            self._cuda.close()
         self._control, self._data = [], []
         self._capacity = self._num_bytes = self.tokens = 0
         self._refresh()
+
+
+def _indexed(device: str | torch.device) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda" or not cuda.has_cuda():
+        served = "cpu and cuda" if cuda.has_cuda() else "cpu"
+        raise ValueError(f"this kernel is built for {served}, not for {device}: build or fetch one for that device.")
+    if not torch.cuda.is_available():
+        raise ValueError(f"there is no {device} in this process: this torch sees no CUDA device.")
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def _check_device(device: torch.device) -> None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        raise ValueError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}; this kernel"
+            " serves 9.0 (H100, H200). Run on one of those, or leave the layers native."
+        )
+
+
+def _check_cpu_backend(group: dist.ProcessGroup) -> None:
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        raise ValueError(
+            "the ranks of the expert-parallel group run on several machines and the group has no backend for CPU"
+            " tensors, with which they agree on token counts. Initialise with"
+            " init_process_group('cpu:gloo,cuda:nccl'), or set max_tokens_per_rank."
+        ) from None
 
 
 _workspaces: dict[tuple[object, str], Workspace] = {}
@@ -184,7 +267,7 @@ def workspace(
         device: where the layers run.
         timeout_s: longest wait for another rank, in seconds; None keeps what it has (600 at first).
     """
-    key = (group, str(torch.device(device)))
+    key = (group, str(_indexed(device)))
     with _lock:
         found = _workspaces.get(key)
         if found is None:
