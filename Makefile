@@ -7,7 +7,6 @@ SHELL       := bash
 PYTHON   ?= python3
 # Installed before anything else, so that no later requirement picks another build of it.
 TORCH    ?= torch==2.13.0
-NVCC     ?= nvcc
 
 VENV     := .venv
 BIN      := $(VENV)/bin
@@ -24,7 +23,7 @@ help:
 	@echo "make test    all tests that need no GPU"
 	@echo "make lint    ruff and mypy"
 	@echo "make kernel  build the CPU kernel into csrc/build/"
-	@echo "make cuda    compile csrc/cuda for sm_90a (needs nvcc, no GPU)"
+	@echo "make cuda    build the kernel for torch with CUDA into csrc/build/ (needs nvcc, no GPU)"
 	@echo "make docs    rewrite docs/support.md from the model table"
 	@echo "make setup   .venv with mok_hf installed editable, and the CPU kernel"
 	@echo "make clean   remove build outputs (.venv stays)"
@@ -43,7 +42,7 @@ $(INSTALLED): pyproject.toml $(VENV)/.torch
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[build,demo,test]'
 	touch $@
 
-KERNEL_SOURCES := $(shell find csrc -type f -not -path 'csrc/build/*' -not -path 'csrc/cmake-build/*' \
+KERNEL_SOURCES := $(shell find csrc -type f -not -path 'csrc/build/*' -not -path 'csrc/cmake-build*' \
     -not -path 'csrc/cuda/*' -not -name '*.pyc')
 
 kernel: csrc/cmake-build/.installed
@@ -75,20 +74,17 @@ format: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python docs/support_table.py >docs/support.md
 
-# Objects only: no GPU and no CUDA torch is needed. ptxas C7508-C7510 say that setmaxnreg was ignored or wgmma was
-# serialised: the kernel would still be right, at a fraction of its speed, so they fail the build.
-CUDA_SOURCES := $(shell find csrc/cuda -name '*.cu' 2>/dev/null)
-CUDA_HEADERS := $(shell find csrc/cuda csrc/common -name '*.cuh' -o -name '*.h' 2>/dev/null)
-CUDA_OBJECTS := $(CUDA_SOURCES:csrc/cuda/%.cu=build/cuda/%.o)
-NVCCFLAGS ?= -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc -gencode arch=compute_90a,code=sm_90a -Xptxas -v
+# No GPU and no CUDA torch is needed, and the build loads on a CPU torch too. ptxas warnings that say that a kernel lost
+# its speed fail it (csrc/nvcc.sh).
+CUDA_ARCHS ?= 9.0a
+CUDA_SOURCES := $(shell find csrc/cuda -type f)
 
-cuda: $(CUDA_OBJECTS)
+cuda: csrc/cmake-build-cuda/.installed
 
-build/cuda/%.o: csrc/cuda/%.cu $(CUDA_HEADERS)
-	mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) -c $< -o $@ 2>&1 | tee $@.log | grep -E 'error|warning' || test $${PIPESTATUS[0]} -eq 0
-	! grep -E 'C75(08|09|10)' $@.log
+csrc/cmake-build-cuda/.installed: $(KERNEL_SOURCES) $(CUDA_SOURCES) $(INSTALLED)
+	$(BIN)/mok-hf kernel build --source csrc --cuda $(CUDA_ARCHS)
+	touch $@
 
 clean:
-	rm -rf build build-cuda dist csrc/build csrc/cmake-build demo-output finetune-output *.egg-info
+	rm -rf build build-cuda dist csrc/build csrc/cmake-build csrc/cmake-build-cuda demo-output finetune-output *.egg-info
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

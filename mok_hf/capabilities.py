@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 WIDTH_MULTIPLE = 64
 """Hidden size D, expert width I and shared width S are multiples of this."""
 
+COMPUTE_DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
+"""What a kernel call computes in, by kind of device; under autocast the weights are cast to it."""
+
 LAYOUT = {
     "is_transposed": False,
     "has_bias": False,
@@ -223,6 +226,19 @@ def block_problem(block: Any, adapter: BlockAdapter | None, ep_size: int) -> str
     shared = getattr(block, adapter.shared, None)
     down = getattr(shared, "down_proj", None)
     return None if down is None else _width_problem("shared expert width S", getattr(down, "in_features", 0))
+
+
+def dtype_problem(device_type: str, dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot compute in this dtype on this kind of device, or None. Checked in every forward."""
+    served = COMPUTE_DTYPES.get(device_type, ())
+    name = str(dtype).removeprefix("torch.")
+    if name in served:
+        return None
+    return (
+        f"the experts would compute in {name} on {device_type}; the kernel takes {' and '.join(served) or 'none'} "
+        "there. Load with dtype=torch.bfloat16, or keep the weights and run under autocast (accelerate launch "
+        "--mixed_precision bf16)."
+    )
 
 
 def shared_problem(

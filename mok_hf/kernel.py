@@ -36,6 +36,7 @@ class KernelInfo:
         version: version of the kernel.
         digest: hex SHA-256 over its files, the first 16 digits; equal on every rank.
         api_level: level of its Python interface.
+        archs: compute capabilities of the GPUs it has code for, e.g. ``("9.0a",)``.
     """
 
     source: str
@@ -45,6 +46,7 @@ class KernelInfo:
     version: str
     digest: str
     api_level: int
+    archs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.variant} (version {self.version}, digest {self.digest}, API level {self.api_level})"
@@ -87,17 +89,38 @@ def info() -> KernelInfo:
 
 
 def check_device(device_type: str) -> None:
-    """Refuses a kernel that was not built for the device a model is on.
+    """Refuses a kernel that was not built for the device a model is on: on CUDA, this process's current one.
 
     Raises:
-        KernelMismatchError: the loaded kernel is CPU-only and the device is not.
+        KernelMismatchError: the loaded kernel is CPU-only and the device is not, or it has no code for this GPU.
     """
     loaded = info()
-    if loaded.backend == "cpu" and device_type not in ("cpu", "meta"):
+    if device_type in ("cpu", "meta"):
+        return
+    if loaded.backend == "cpu":
         raise KernelMismatchError(
             f"The kernel in {loaded.path} ({loaded.source}) is built for the CPU and the model is on {device_type}. "
             f"Set MOK_KERNEL_PATH to a build for {device_type}, or keep the model on the CPU."
         )
+    if device_type != loaded.backend:
+        raise KernelMismatchError(
+            f"The kernel in {loaded.path} ({loaded.source}) is built for {loaded.backend} and the model is on "
+            f"{device_type}. Move the model there, or to the CPU."
+        )
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    if not any(_serves(arch, major, minor) for arch in loaded.archs):
+        raise KernelMismatchError(
+            f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}; the kernel in {loaded.path} "
+            f"({loaded.source}) serves {', '.join(loaded.archs) or 'none'}. Run on such a GPU, or unpatched."
+        )
+
+
+def _serves(arch: str, major: int, minor: int) -> bool:
+    """Whether code for `arch` runs on a GPU of that capability: 9.0a on 9.0 alone, 10.0f on 10.0 and later 10.x."""
+    number = [int(part) for part in arch.rstrip("af").split(".")]
+    return number == [major, minor] if arch.endswith("a") else number[0] == major and number[1] <= minor
 
 
 def agree(group: Any | None) -> KernelInfo:
@@ -244,4 +267,5 @@ def _describe(module: ModuleType, source: str, path: Path) -> KernelInfo:
         version=str(version),
         digest=kernel_files.overall_digest(path)[:16] if metadata else "none",
         api_level=int(getattr(module, "API_LEVEL", 0)),
+        archs=tuple(metadata.get("backend", {}).get("archs", ())),
     )

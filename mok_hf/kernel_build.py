@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from mok_hf import kernel_check, kernel_files
@@ -15,29 +16,46 @@ from mok_hf.kernel_files import KernelMismatchError, KernelNotFoundError
 
 PACKAGE = "mok_hf_kernel"
 PLATFORM = "manylinux_2_28_x86_64"
+ARCHS = ("9.0a",)
+"""Compute capabilities that csrc/cuda has kernels for; a, since they use instructions of that one only."""
 
 
-def build(source: Path) -> list[Path]:
+def build(source: Path, archs: Sequence[str] = ()) -> list[Path]:
     """Compiles the kernel with CMake and installs it into `source/build/<variant>`.
 
     Args:
         source: the kernel's source repository, `csrc/` of a checkout.
+        archs: compute capabilities ("9.0a" or "90a") of a variant for torch with CUDA, which holds the CPU operators
+            too; empty for the variant without.
 
     Returns:
         The variants that are there now.
 
     Raises:
-        KernelNotFoundError: no sources, or no cmake or ninja.
-        RuntimeError: the compiler failed; its output went to the terminal.
+        KernelNotFoundError: no sources, or no cmake, ninja or nvcc.
+        RuntimeError: an architecture that the sources do not serve, or the compiler failed; its output went to the
+            terminal.
     """
     if not (source / "CMakeLists.txt").is_file():
         raise KernelNotFoundError(
             f"{source} holds no kernel sources. Run this in a checkout of the repository or pass --source; "
             "`mok-hf kernel fetch` fetches a prebuilt kernel instead."
         )
+    numbers = [arch.replace(".", "") for arch in archs]
+    unserved = sorted(set(numbers) - {arch.replace(".", "") for arch in ARCHS})
+    if unserved:
+        raise RuntimeError(
+            f"--cuda {','.join(archs)}: the sources in {source} have no code for {', '.join(unserved)}; they serve "
+            f"{', '.join(ARCHS)}."
+        )
     cmake, ninja = _tool("cmake"), _tool("ninja")
-    folder = source / "cmake-build"
+    if archs and shutil.which("nvcc") is None:
+        raise KernelNotFoundError(
+            "nvcc is not on PATH: install the CUDA toolkit 13 and add its bin folder, or build with --cpu."
+        )
+    folder = source / ("cmake-build-cuda" if archs else "cmake-build")
     setup = [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython3_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"]
+    setup.append(f"-DMOK_CUDA_ARCHS={';'.join(numbers)}")
     for step in (
         ["-S", str(source), "-B", str(folder), "-G", "Ninja", *setup],
         ["--build", str(folder)],

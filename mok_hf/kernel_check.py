@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mok_hf import kernel_files
+from mok_hf import fatbin, kernel_files
 
 # manylinux_2_28, the oldest system with a wheel of torch that the stable ABI allows.
 LIMITS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0)}
@@ -39,6 +39,7 @@ def checks(variant: Path) -> dict[str, Callable[[], list[str]]]:
         "digests": lambda: kernel_files.differences(variant),
         "manylinux_2_28": lambda: on_library(variant, manylinux_problems),
         "stable ABI": lambda: on_library(variant, abi_problems),
+        "architectures": lambda: architecture_problems(variant),
         "operators": lambda: operator_problems(variant),
     }
 
@@ -58,11 +59,33 @@ def metadata_problems(variant: Path) -> list[str]:
     names = [file.name.split(".")[0] for file in variant.glob("*.so")]
     if names != [described["id"]]:
         wrong.append(f"metadata.json has the id {described['id']!r}, the extensions are {names}")
-    if f"-{described['backend']['type']}" not in variant.name:
+    platform = {"cuda": r"-cu\d+-"}.get(described["backend"]["type"], f"-{described['backend']['type']}-")
+    if not re.search(platform, variant.name + "-"):
         wrong.append(f"metadata.json has the backend {described['backend']['type']!r}, the folder is {variant.name}")
     if kernel_files.api_level(variant) is None:
         wrong.append("__init__.py assigns no number to API_LEVEL")
+    if not (variant / "LICENSE").is_file():
+        wrong.append("there is no LICENSE, which Apache-2.0 asks to pass on")
     return wrong
+
+
+def architecture_problems(variant: Path) -> list[str]:
+    """Where the GPUs that `metadata.json` names are not those that the extension has code for."""
+    named = set(kernel_files.metadata(variant)["backend"].get("archs", ()))
+    if kernel_files.metadata(variant)["backend"]["type"] == "cuda" and not named:
+        return ["metadata.json names no archs, so that any GPU would be taken for served"]
+
+    def problems(library: Path) -> list[str]:
+        found = fatbin.architectures(library)
+        if not found and named:
+            return [f"{library.name} holds no code for GPUs, metadata.json names {', '.join(sorted(named))}"]
+        return [
+            f"{library.name} has a CUDA source compiled for {', '.join(sorted(has)) or 'nothing'}, metadata.json names "
+            f"{', '.join(sorted(named)) or 'nothing'}"
+            for has in sorted(set(found) - {frozenset(named)}, key=sorted)
+        ]
+
+    return on_library(variant, problems)
 
 
 def on_library(variant: Path, problems: Callable[[Path], list[str]]) -> list[str]:

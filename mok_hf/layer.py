@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 from mok_hf import kernel
-from mok_hf.capabilities import UnsupportedError, base_experts, experts_problem, shared_problem, swiglu_limit
+from mok_hf.capabilities import (
+    UnsupportedError,
+    base_experts,
+    dtype_problem,
+    experts_problem,
+    shared_problem,
+    swiglu_limit,
+)
 from mok_hf.config import MoKConfig
 
 if TYPE_CHECKING:
@@ -116,6 +123,9 @@ def run_layer(
     # fp32 masters under autocast arrive as fp32: cast as autocast casts a linear layer's weight. `to` is
     # differentiable, so each gradient comes back in its parameter's dtype.
     dtype = torch.get_autocast_dtype(device.type) if autocast else hidden_states.dtype
+    problem = dtype_problem(device.type, dtype)
+    if problem is not None:
+        raise UnsupportedError(problem)
     gate_up_proj, down_proj = _plain(experts, "gate_up_proj"), _plain(experts, "down_proj")
     if autocast:
         gate_up_proj, down_proj = gate_up_proj.to(dtype), down_proj.to(dtype)

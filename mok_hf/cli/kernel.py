@@ -36,10 +36,19 @@ def _refusals() -> Iterator[None]:
 
 
 @app.command()
-def build(source: Annotated[Path, typer.Option(help="the kernel's sources, csrc/ of a checkout")] = SOURCES) -> None:
-    """Compile the CPU kernel into csrc/build/<variant>, with digests."""
+def build(
+    source: Annotated[Path, typer.Option(help="the kernel's sources, csrc/ of a checkout")] = SOURCES,
+    cpu: Annotated[bool, typer.Option("--cpu", help="for a torch without CUDA (the default)")] = False,
+    cuda: Annotated[
+        str | None,
+        typer.Option(help="for a torch with CUDA: compute capabilities, e.g. 9.0a; holds the CPU kernel too"),
+    ] = None,
+) -> None:
+    """Compile the kernel into csrc/build/<variant>, with digests."""
     with _refusals():
-        for variant in kernel_build.build(source):
+        if cpu and cuda:
+            raise RuntimeError("--cpu and --cuda build two variants: run the command once for each.")
+        for variant in kernel_build.build(source, cuda.split(",") if cuda else ()):
             out.print(f"{escape(str(variant))}  digest {kernel_files.overall_digest(variant)[:16]}")
 
 
@@ -49,7 +58,7 @@ def check(
         Path | None, typer.Argument(help="repository, build/ or variant; default: the kernel that mok_hf loads")
     ] = None,
 ) -> None:
-    """Check that a build may be published: metadata, digests, manylinux_2_28, stable ABI, a fake for every operator."""
+    """Check that a build may be published: metadata, digests, manylinux_2_28, stable ABI, GPUs, operators' fakes."""
     failed = False
     with _refusals():
         variants = kernel_files.variants(path) if path else [kernel.info().path]
@@ -128,8 +137,9 @@ def info() -> None:
     with _refusals():
         found = kernel.info()
         table = Table(show_header=False, box=None, pad_edge=False)
-        for name in ("source", "path", "variant", "backend", "version", "digest", "api_level"):
-            table.add_row(name, escape(str(getattr(found, name))))
+        for name in ("source", "path", "variant", "backend", "archs", "version", "digest", "api_level"):
+            value = getattr(found, name)
+            table.add_row(name, escape(" ".join(value) if isinstance(value, tuple) else str(value)))
         out.print(table)
 
 

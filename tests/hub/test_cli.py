@@ -44,7 +44,7 @@ def test_the_build_passes_every_check():
     status, text = invoke("check", kernel.info().path)
     assert status == 0, text
     assert [line.split(":")[0].strip() for line in text.splitlines()[1:]] == [*kernel_check.checks(kernel.info().path)]
-    assert text.count(": ok") == 5
+    assert text.count(": ok") == 6
 
 
 def test_build_is_what_the_makefile_builds():
@@ -62,6 +62,13 @@ def test_build_without_sources_or_tools(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     status, text = invoke("build", "--source", tmp_path)
     assert status == 1 and "cmake is not installed: `pip install cmake ninja`" in text
+
+
+def test_build_refuses_a_gpu_without_kernels():
+    status, text = invoke("build", "--cuda", "9.0a,12.0")
+    assert status == 1 and "no code for 120" in text and "they serve 9.0a" in text
+    status, text = invoke("build", "--cpu", "--cuda", "9.0a")
+    assert status == 1 and "run the command once for each" in text
 
 
 def test_check_finds_what_would_fail_elsewhere(tmp_path):
@@ -113,7 +120,7 @@ def test_check_of_a_build_that_does_not_load(tmp_path):
     change(folder, "__init__.py", "from . import layers", "import no_such_module\nfrom . import layers")
     status, text = invoke("check", folder)
     assert status == 1 and "it does not load on this machine: No module named 'no_such_module'" in text
-    assert text.count(": ok") == 4
+    assert text.count(": ok") == 5
 
 
 def test_check_without_a_build(tmp_path):
