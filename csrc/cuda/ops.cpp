@@ -66,11 +66,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(Tensor words, Opti
   Tensor out = rows_of(x, {n, d});
   Tensor ring_x = rows_of(x, {ring_rows, d}), ring_gate_up = rows_of(x, {save ? ring_rows : 0, 2 * i});
   Tensor shared_gate_up = rows_of(x, {save && s ? n : 0, 2 * s});
-  Tensor schedule = empty_of(x, {schedule_bytes}, ScalarType::Byte), scratch = empty_of(x, {mok_scratch_bytes(&a)}, ScalarType::Byte);
-  Tensor ring_h = rows_of(x, {ring_rows, i}), shared_h = rows_of(x, {n, s}), shared_y = rows_of(x, {s ? n : 0, d});
-  a.ring_x = data_of(ring_x), a.ring_gate_up = save ? data_of(ring_gate_up) : nullptr, a.ring_h = data_of(ring_h);
-  a.shared_gate_up = save && s ? data_of(shared_gate_up) : nullptr, a.shared_h = data_of(shared_h), a.shared_y = data_of(shared_y);
-  a.schedule = data_of(schedule), a.scratch = data_of(scratch);
+  Tensor schedule = empty_of(x, {schedule_bytes}, ScalarType::Byte);
+  // What nobody needs afterwards, in one allocation: the hidden rows, the shared expert's hidden rows and output, the counters.
+  const int64_t shared_h = rounded(2 * ring_rows * i), shared_y = shared_h + rounded(2 * n * s), scratch = shared_y + (s ? rounded(2 * n * d) : 0);
+  Tensor temporary = empty_of(x, {scratch + mok_scratch_bytes(&a)}, ScalarType::Byte);
+  char* memory = data_of<char>(temporary);
+  a.ring_x = data_of(ring_x), a.ring_gate_up = save ? data_of(ring_gate_up) : nullptr, a.ring_h = memory;
+  a.shared_gate_up = save && s ? data_of(shared_gate_up) : nullptr, a.shared_h = memory + shared_h, a.shared_y = memory + shared_y;
+  a.schedule = data_of(schedule), a.scratch = memory + scratch;
 
   char* own = w.data[w.rank];
   int32_t* routes = reinterpret_cast<int32_t*>(own + at.ids);
@@ -83,7 +86,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(Tensor words, Opti
   check(mok_schedule(&a, call.stream), "schedule");
   check(mok_forward(&a, 1, call.stream), "forward");
   call.barrier(kForwardEnd);
-  check(mok_epilogue(data_of(out), own + at.routed, published_weight, routes, static_cast<int>(w.ranks * layer.experts()), s ? data_of(shared_y) : nullptr,
+  check(mok_epilogue(data_of(out), own + at.routed, published_weight, routes, static_cast<int>(w.ranks * layer.experts()), s ? a.shared_y : nullptr,
                      data_of<float>(shared_scale), a.tokens, a.topk, a.hidden, w.own_abort_word(), call.stream),
         "epilogue");
   call.report();

@@ -53,7 +53,14 @@ def test_clamped_swiglu(limit: float) -> None:
     unclamped = Problem([200]).oracle()
     if limit < 1:
         assert not torch.allclose(oracle["out"], unclamped["out"], rtol=1e-2)
-    assert_close(problem.step(1), oracle, 2e-6)
+    got = problem.step(1)
+    if backend().dtype == torch.bfloat16:
+        # A bf16 gate or up near the limit crosses it by rounding, in plain PyTorch as well, at other places.
+        plain = problem.oracle(torch.bfloat16)
+        for name, want in oracle.items():
+            assert relative_error(got[name], want) < 1e-2 + 1.5 * relative_error(plain[name], want), name
+    else:
+        assert_close(got, oracle, 2e-6)
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
-import time
 import weakref
 from array import array
 from typing import TYPE_CHECKING
@@ -148,6 +148,7 @@ class DeviceSide:
 _watched: weakref.WeakSet[Workspace] = weakref.WeakSet()
 _started = False
 _lock = threading.Lock()
+_ending = threading.Event()
 
 
 def watch(workspace: Workspace) -> None:
@@ -157,15 +158,24 @@ def watch(workspace: Workspace) -> None:
         _watched.add(workspace)
         if not _started:
             _started = True
-            threading.Thread(target=_watch, name="mok-watchdog", daemon=True).start()
+            thread = threading.Thread(target=_watch, name="mok-watchdog", daemon=True)
+            thread.start()
+            atexit.register(_end, thread)
+
+
+def _end(thread: threading.Thread) -> None:
+    # A thread that returns from an operator while Python ends would end the process with an abort.
+    _ending.set()
+    thread.join()
 
 
 def _watch() -> None:
-    while True:
-        time.sleep(_POLL_S)
+    while not _ending.wait(_POLL_S):
         with _lock:
             present = list(_watched)
         for workspace in present:
+            if _ending.is_set():
+                break
             try:
                 workspace.check()
             except MoKTimeoutError as error:
