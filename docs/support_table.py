@@ -23,8 +23,8 @@ report of `patch_model` says why.
 
 TAIL = """
 Widths D (hidden), I (expert) and S (shared expert) are multiples of 64, weights are fp32 or bf16, the number of experts
-is a multiple of `ep_size`, and a token has 1 to 16 routes. What does not fit is refused with its reason:
-[troubleshooting](troubleshooting.md).
+is a multiple of `ep_size`, and a token has 1 to 16 routes. On a GPU the layers compute in bf16, so fp32 weights need
+autocast. What does not fit is refused with its reason: [troubleshooting](troubleshooting.md).
 """
 
 
