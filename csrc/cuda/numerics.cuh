@@ -35,9 +35,10 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
 struct SwigluGradient {
   float d_gate, d_up, h;  // h: unrounded, the forward's
 };
+template <bool kClamped>
 __device__ __forceinline__ SwigluGradient dswiglu(float dh, float weight, float gate_in, float up_in, float limit) {
   float gate = gate_in, up = up_in;
-  if (limit > 0.0f) {
+  if (kClamped) {
     gate = min_nan(gate, limit);
     up = max_nan(min_nan(up, limit), -limit);
   }
@@ -47,8 +48,8 @@ __device__ __forceinline__ SwigluGradient dswiglu(float dh, float weight, float 
   g.d_gate = __fmul_rn(__fmul_rn(d, up), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
   g.d_up = __fmul_rn(d, silu);
   // Outside the clamp the derivative is zero; at the limit it passes, as torch.clamp's does.
-  if (limit > 0.0f && gate_in > limit) g.d_gate = 0.0f;
-  if (limit > 0.0f && (up_in > limit || up_in < -limit)) g.d_up = 0.0f;
+  if (kClamped && gate_in > limit) g.d_gate = 0.0f;
+  if (kClamped && (up_in > limit || up_in < -limit)) g.d_up = 0.0f;
   return g;
 }
 

@@ -8,10 +8,11 @@
 // Counters   (global memory, cleared by every call, indexed by absolute row tile)
 //           landed           128 rows of dOut (and x) and their weights    pull_rows -> loads
 //           replayed         8 warps x gate+up column tiles                epilogue -> dgrad_down
-//           d_gate_up_ready  8 warps x dgrad_down column tiles             epilogue -> dgrad_up, weight gradients, pull_rows (lead)
+//           d_gate_up_ready  8 warps x dgrad_down column tiles             epilogue -> dgrad_up, pull_rows (lead)
+//           expert_ready [L] the same, over all tiles of the expert        epilogue -> weight gradients
 //           up_done          2 warpgroups x dgrad_up column tiles          mainloop -> dgrad_down (d_gate_up slot is free)
 //           wgrad_done [L]   8 warps x 2 CTAs x tasks, for every round     epilogue -> pull_rows (slots are free), later rounds (carry)
-//           shared_ready     8 warps x shared dgrad_down column tiles
+//           shared_ready     8 warps x shared dgrad_down column tiles; behind the last, over all token tiles
 #include <cstring>
 
 #include "../combine.cuh"
@@ -68,13 +69,14 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   const BackwardLayout l = BackwardLayout::make(b);
   const auto buffer = [&](int64_t offset) { return at<__nv_bfloat16>(b.workspace, offset); };
   bool ok = true;
+  const auto rows_of = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count, int box_rows) {
+    if (base != nullptr && count > 0) ok = ok && make_row_map(map, base, width, count, kBlockK, box_rows);
+  };
   const auto load = [&](CUtensorMap (&maps)[2], const void* base, int64_t width, int64_t count) {
-    if (base == nullptr || count == 0) return;
-    ok = ok && make_row_map(maps[0], base, width, count, kBlockK, kBoxRows) && make_row_map(maps[1], base, width, count, kBlockK, kBlockM);
+    rows_of(maps[0], base, width, count, kBoxRows);
+    rows_of(maps[1], base, width, count, kBlockM);
   };
-  const auto store = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count) {
-    if (base != nullptr && count > 0) ok = ok && make_row_map(map, base, width, count, kBlockK, 16);
-  };
+  const auto store = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count) { rows_of(map, base, width, count, 16); };
   const auto matrices = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count, int64_t depth, int box_rows) {
     if (base != nullptr) ok = ok && make_weight_map(map, base, width, count, depth, kBlockK, box_rows);
   };
@@ -82,7 +84,7 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
     if (base != nullptr && count > 0) ok = ok && make_chunk_map(map, base, width, count, depth, 2);
   };
   chunks(p.ring_x, a.ring_x, hidden, ring_rows);
-  load(p.ring_gate_up, a.ring_gate_up, 2 * inter, ring_rows);
+  rows_of(p.ring_gate_up, a.ring_gate_up, 2 * inter, ring_rows, kBlockM);
   load(p.window_dout, buffer(l.dout), hidden, rows);
   load(p.window_d_gate_up, buffer(l.d_gate_up), 2 * inter, rows);
   chunks(p.columns_dout, buffer(l.dout), hidden, rows);
@@ -91,9 +93,9 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   store(p.window_d_gate_up_out, buffer(l.d_gate_up), 2 * inter, rows);
   store(p.window_weighted_h_out, buffer(l.weighted_h), inter, rows);
   if (may_replay(b)) {
-    load(p.replay_x, buffer(l.x), hidden, rows);
+    rows_of(p.replay_x, buffer(l.x), hidden, rows, kBoxRows);
     chunks(p.window_x, buffer(l.x), hidden, rows);
-    load(p.window_gate_up, buffer(l.gate_up), 2 * inter, rows);
+    rows_of(p.window_gate_up, buffer(l.gate_up), 2 * inter, rows, kBlockM);
     store(p.window_gate_up_out, buffer(l.gate_up), 2 * inter, rows);
     matrices(p.replay_weights, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts), kBoxColumns);
   }
@@ -104,7 +106,7 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   if (shared_needed(b)) {
     chunks(p.local_x, b.x, hidden, a.tokens);
     load(p.local_dout, b.dout, hidden, a.tokens);
-    load(p.shared_gate_up, a.shared_gate_up, 2 * shared, a.tokens);
+    rows_of(p.shared_gate_up, a.shared_gate_up, 2 * shared, a.tokens, kBlockM);
     load(p.shared_d_gate_up, buffer(l.shared_d_gate_up), 2 * shared, a.tokens);
     chunks(p.shared_columns_dout, b.dout, hidden, a.tokens);
     chunks(p.shared_columns_d_gate_up, buffer(l.shared_d_gate_up), 2 * shared, a.tokens);
@@ -132,7 +134,7 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   const auto counter = [&](int64_t offset) { return at<uint32_t>(b.workspace, offset); };
   p.tickets = counter(l.tickets), p.landed = counter(l.landed), p.replayed = counter(l.replayed);
   p.d_gate_up_ready = counter(l.d_gate_up_ready), p.up_done = counter(l.up_done);
-  p.wgrad_done = counter(l.wgrad_done), p.shared_ready = counter(l.shared_ready);
+  p.expert_ready = counter(l.expert_ready), p.wgrad_done = counter(l.wgrad_done), p.shared_ready = counter(l.shared_ready);
   p.dout_out = buffer(l.dout), p.x_out = buffer(l.x), p.shared_out = static_cast<__nv_bfloat16*>(b.shared_dx);
   p.weight_out = at<float>(b.workspace, l.weight), p.dots = at<float>(b.workspace, l.dots), p.shared_dots = at<float>(b.workspace, l.shared_dots);
   p.carry_gate_up = at<float>(b.workspace, l.carry_gate_up), p.carry_down = at<float>(b.workspace, l.carry_down);

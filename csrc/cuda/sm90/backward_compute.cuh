@@ -84,7 +84,7 @@ __device__ __forceinline__ void compute_backward_tiles(const BackwardParams& p, 
         multiply<1, 1>(acc, product.blocks, false, smem, group, empty_bar, stage, pending, watch, true);
       }
     } else if (product.kind == kReplay) {
-      multiply<0, 0>(acc, product.blocks, idle, smem, group, empty_bar, stage, pending, watch);
+      multiply(acc, product.blocks, idle, smem, group, empty_bar, stage, pending, watch);
     } else {
       multiply<0, 1>(acc, product.blocks, idle, smem, group, empty_bar, stage, pending, watch);
     }
@@ -113,6 +113,7 @@ __device__ __forceinline__ void compute_backward_tiles(const BackwardParams& p, 
       const uint32_t left = hidden_gradient_epilogue(acc, g, weight, smem, in_tile, empty_bar, idle, stage, watch);
       if (column < g.width) {
         pending.counter = (shared ? p.shared_ready : p.d_gate_up_ready) + tile;
+        pending.sum = shared ? p.shared_ready + ceil_div(p.tokens, kBlockM) : p.expert_ready + task.expert();
         pending.borrowed = left;
       }
       continue;

@@ -45,8 +45,8 @@ __device__ __forceinline__ bool wait_inputs(const BackwardParams& p, const Backw
     case kSharedDgradDown: break;
     case kWgradGateUp:
     case kWgradDown:
-      for (int t = task.tile(); ok && t < task.tile() + task.count; ++t)
-        ok = wait_counter(watch, p.d_gate_up_ready + t, kConsumerWarps * plan.down_columns, kWaitHidden, t);
+      ok = wait_counter(watch, p.expert_ready + task.expert(),
+                        kConsumerWarps * plan.down_columns * (task.tile() + task.count - plan.tile_prefix[task.expert()]), kWaitHidden, task.tile());
       if (ok && !task.first()) {
         ok = wait_counter(watch, p.wgrad_done + task.expert(), p.wgrad_arrivals() * (plan.rounds(task.expert(), task.tile() / plan.window) - 1),
                           kWaitCarry, task.expert());
@@ -58,8 +58,7 @@ __device__ __forceinline__ bool wait_inputs(const BackwardParams& p, const Backw
       }
       break;
     default:
-      for (int t = 0; ok && t < task.count; ++t)
-        ok = wait_counter(watch, p.shared_ready + t, kConsumerWarps * plan.shared_down_columns, kWaitHidden, t);
+      ok = wait_counter(watch, p.shared_ready + task.count, kConsumerWarps * plan.shared_down_columns * task.count, kWaitHidden, tile);
   }
   ptx::fence_proxy_async();
   return ok;
@@ -87,6 +86,16 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
     const int column = (task.column() + (two ? 0 : cta)) * (kind == kReplay ? kGateUpColumns : kWideColumns);
     const int row = (shared ? tile : p.slot(tile)) * kBlockM;  // of the row tile, in the window or among this rank's tokens
     if (!wait_inputs(p, task, tile, dx, watch)) break;
+    // Gate and up of a dgrad_down tile, for its epilogue.
+    const CUtensorMap* kept = shared ? &p.shared_gate_up : (task.replayed() ? &p.window_gate_up : &p.ring_gate_up);
+    const int kept_width = shared ? p.shared_inter : p.inter, kept_row = shared || task.replayed() ? row : tile * kBlockM;
+    if (product.gradient_of_hidden) {
+      // All clusters come to their epilogues together: unless these lie in the L2 by then, they wait for the memory together.
+      for (int x = column; x < min(column + kWideColumns, kept_width); x += 64) {
+        ptx::tensor_prefetch_2d(kept, x, kept_row);
+        ptx::tensor_prefetch_2d(kept, kept_width + x, kept_row);
+      }
+    }
 
     if (product.wgrad) {
       // The tiles of a macrobatch lie one behind the other in the window, and its first rows in the ring.
@@ -112,10 +121,11 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
       const int matrix = 2 * task.expert();
       each_block(smem, product.blocks, stage, watch, [&](uint32_t full, uint32_t a, int k) {
         if (two) {
-          ptx::tensor_load_2d(a, p.replay_x + 1, full, k, row);
+          ptx::tensor_load_2d(a, &p.replay_x, full, k, row);
+          ptx::tensor_load_2d(a + kABytes / 2, &p.replay_x, full, k, row + kBoxRows);
           ptx::tensor_load_3d_multicast(a + kABytes + cta * (kBBytes / 2), &p.replay_weights, full, k, column, matrix + cta, 3);
         } else {
-          ptx::tensor_load_2d_multicast(a + cta * (kABytes / 2), p.replay_x, full, k, row + kBoxRows * cta, 3);
+          ptx::tensor_load_2d_multicast(a + cta * (kABytes / 2), &p.replay_x, full, k, row + kBoxRows * cta, 3);
           ptx::tensor_load_3d(a + kABytes, &p.replay_weights, full, k, column, matrix);
           ptx::tensor_load_3d(a + kABytes + kBBytes / 2, &p.replay_weights, full, k, column, matrix + 1);
         }
@@ -145,18 +155,15 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
     }
     if (watch.dead) break;
     if (product.gradient_of_hidden) {
-      // Gate and up follow through the pipeline, 64 columns a stage, and leave it as their gradients (dswiglu.cuh).
-      const CUtensorMap* kept = (shared ? p.shared_gate_up : (task.replayed() ? p.window_gate_up : p.ring_gate_up)) + 1;
-      const int width = shared ? p.shared_inter : p.inter;
-      const int kept_row = shared || task.replayed() ? row : tile * kBlockM;
+      // They follow through the pipeline, 64 columns a stage, and leave it as their gradients (dswiglu.cuh).
       for (int i = 0; i < kGateUpBlocks; ++i) {
         if (!stage_free()) break;
         const uint32_t full = smem + Shared::kFull + 8 * stage.slot, to = smem + stage.slot * kStageBytes;
         const int x = column + 64 * i;
-        if (x < width) {
+        if (x < kept_width) {
           ptx::mbarrier_expect(full, 2 * kABytes);
           ptx::tensor_load_2d(to, kept, full, x, kept_row);
-          ptx::tensor_load_2d(to + kABytes, kept, full, width + x, kept_row);
+          ptx::tensor_load_2d(to + kABytes, kept, full, kept_width + x, kept_row);
         } else {
           ptx::mbarrier_arrive(full);
         }

@@ -21,9 +21,9 @@ struct alignas(128) BackwardParams {
   using TaskType = BackwardTask;
   static constexpr uint32_t kOutput = kDgradUp, kSharedOutput = kSharedDgradUp;
 
-  // Loads. A operands, and gate and up: boxes of 64 rows x 64 columns, and of a whole row tile.
-  CUtensorMap ring_gate_up[2], window_gate_up[2], window_dout[2], window_d_gate_up[2], replay_x[2];
-  CUtensorMap local_dout[2], shared_gate_up[2], shared_d_gate_up[2];
+  // Loads. A operands: boxes of 64 rows x 64 columns, and of a whole row tile (replay_x: the former; gate and up: the latter).
+  CUtensorMap window_dout[2], window_d_gate_up[2], local_dout[2], shared_d_gate_up[2];
+  CUtensorMap replay_x, ring_gate_up, window_gate_up, shared_gate_up;
   // A operands of the weight gradients, and B operands: two boxes of 64 x 64 side by side (replay_weights: 128 rows, as the forward's).
   CUtensorMap gate_up_proj, down_proj, ring_x, window_x, window_weighted_h, replay_weights;
   CUtensorMap shared_gate, shared_up, shared_down, local_x, shared_weighted_h;
@@ -39,7 +39,7 @@ struct alignas(128) BackwardParams {
 
   const ScheduleHeader* header;
   const int64_t* rows;
-  uint32_t *tickets, *landed, *replayed, *d_gate_up_ready, *up_done, *wgrad_done, *shared_ready;
+  uint32_t *tickets, *landed, *replayed, *d_gate_up_ready, *up_done, *expert_ready, *wgrad_done, *shared_ready;
   __nv_bfloat16 *dout_out, *x_out, *shared_out;
   float *weight_out, *dots, *shared_dots, *carry_gate_up, *carry_down;
   const float* shared_scale;

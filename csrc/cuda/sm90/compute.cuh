@@ -31,9 +31,10 @@ __device__ __forceinline__ void multiply(float (&acc)[128], int blocks, bool idl
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < kBlockK / 16; ++slice)
-      ptx::wgmma_m64n256k16<kAlongM, kAlongN>(acc, kAlongM ? ptx::wgmma_descriptor_mn(a + slice * kSliceA, kABytes / 2) : ptx::wgmma_descriptor(a + slice * kSliceA),
-                                              kAlongN ? ptx::wgmma_descriptor_mn(b + slice * kSliceB, kBBytes / 4) : ptx::wgmma_descriptor(b + slice * kSliceB),
-                                              k | slice | static_cast<int>(continues));
+      ptx::wgmma_m64n256k16<kAlongM, kAlongN>(
+          acc, kAlongM ? ptx::wgmma_descriptor_mn(a + slice * kSliceA, kABytes / 2) : ptx::wgmma_descriptor(a + slice * kSliceA),
+          kAlongN ? ptx::wgmma_descriptor_mn(b + slice * kSliceB, kBBytes / 4) : ptx::wgmma_descriptor(b + slice * kSliceB),
+          k | slice | static_cast<int>(continues));
     ptx::wgmma_commit();
     if (k > 0) {
       ptx::wgmma_wait<1>();

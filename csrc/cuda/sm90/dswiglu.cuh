@@ -14,9 +14,9 @@ struct RowPair {
   float weight[2], dot[2];
 };
 
-// acc: columns 64 kBlock .. 64 kBlock + 63 of it are used.
-template <int kBlock>
-__device__ __forceinline__ void dswiglu_block(const float (&acc)[128], uint32_t stage, int in_tile, float limit, RowPair& rows) {
+// dh: this block's quarter of the accumulators.
+template <bool kClamped>
+__device__ __forceinline__ void dswiglu_block(const float (&dh)[32], uint32_t stage, int in_tile, float limit, RowPair& rows) {
   const int lane = threadIdx.x % 32;
   const uint32_t row = stage + (in_tile + lane / 8 % 2 * 8 + lane % 8) * 128;
   rows.dot[0] = rows.dot[1] = 0.0f;
@@ -29,13 +29,13 @@ __device__ __forceinline__ void dswiglu_block(const float (&acc)[128], uint32_t 
     __syncwarp();
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const int half = r % 2, first = 4 * (8 * kBlock + 2 * q + r / 2) + 2 * half;
+      const int half = r % 2, first = 4 * (2 * q + r / 2) + 2 * half;
       const float weight = rows.weight[half];
-      const SwigluGradient low = dswiglu(acc[first], weight, ptx::bf16_low(gate[r]), ptx::bf16_low(up[r]), limit);
-      const SwigluGradient high = dswiglu(acc[first + 1], weight, ptx::bf16_high(gate[r]), ptx::bf16_high(up[r]), limit);
+      const SwigluGradient low = dswiglu<kClamped>(dh[first], weight, ptx::bf16_low(gate[r]), ptx::bf16_low(up[r]), limit);
+      const SwigluGradient high = dswiglu<kClamped>(dh[first + 1], weight, ptx::bf16_high(gate[r]), ptx::bf16_high(up[r]), limit);
       const uint32_t h = ptx::pack_bf16(low.h, high.h);
-      rows.dot[half] = __fmaf_rn(acc[first], ptx::bf16_low(h), rows.dot[half]);
-      rows.dot[half] = __fmaf_rn(acc[first + 1], ptx::bf16_high(h), rows.dot[half]);
+      rows.dot[half] = __fmaf_rn(dh[first], ptx::bf16_low(h), rows.dot[half]);
+      rows.dot[half] = __fmaf_rn(dh[first + 1], ptx::bf16_high(h), rows.dot[half]);
       gate[r] = ptx::pack_bf16(low.d_gate, high.d_gate);
       up[r] = ptx::pack_bf16(low.d_up, high.d_up);
       weighted[r] = ptx::pack_bf16(__fmul_rn(weight, ptx::bf16_low(h)), __fmul_rn(weight, ptx::bf16_high(h)));
@@ -62,55 +62,67 @@ struct HiddenGradient {
 };
 
 template <int kBlock>
-__device__ __forceinline__ void hidden_gradient_block(const float (&acc)[128], const HiddenGradient& g, uint32_t smem, int in_tile, uint32_t empty_bar,
-                                                      bool idle, RowPair& rows, StageOrder& stage, uint32_t& sent, Watch& watch) {
-  const int lane = threadIdx.x % 32, x = g.column + kDotColumns * kBlock;
-  wait_mbarrier(watch, smem + Shared::kFull + 8 * stage.slot, stage.phase(), kWaitOperand);
-  const uint32_t slot = stage.slot, at = smem + slot * kStageBytes;
-  stage.advance();
-  const bool works = x < g.width && !idle;
-  if (works) {
-    dswiglu_block<kBlock>(acc, at, in_tile, g.limit, rows);
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    if (lane == 0) {
-      const uint32_t boxes = at + in_tile * 128;
-      ptx::tensor_store_2d(g.d_gate_up, boxes, x, g.row0, ptx::evict_normal());
-      ptx::tensor_store_2d(g.d_gate_up, boxes + kABytes, g.width + x, g.row0, ptx::evict_normal());
-      ptx::tensor_store_2d(g.weighted_h, boxes + 2 * kABytes, x, g.row0, ptx::evict_normal());
-      ptx::bulk_commit();
-    }
+__device__ __forceinline__ void take_quarter(const float (&acc)[128], float (&dh)[32]) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = lane / 4 + 8 * half;
-      if (lane % 4 == 0 && row < g.rows) g.dots[static_cast<int64_t>(row) * g.parts + x / kDotColumns] = rows.dot[half];
-    }
-  }
-  if (sent < kStages) {  // the block before: its stores have had this block's time
-    if (lane == 0) {
-      if (works) ptx::bulk_wait_read<1>(); else ptx::bulk_wait_read<0>();
-    }
-    __syncwarp();
-    if (empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * sent);
-    sent = kStages;
-  }
-  if (works) {
-    sent = slot;
-  } else if (empty_bar != 0) {
-    ptx::mbarrier_arrive_cluster(empty_bar + 8 * slot);
-  }
+  for (int i = 0; i < 32; ++i) dh[i] = acc[32 * kBlock + i];
 }
 
-// All four blocks. Returns the stage whose stores are still under way, or kStages.
+// Returns the stage whose stores are still under way, or kStages. The four blocks are a loop, over a copy of their quarter of acc: unrolled, they
+// were 60 KB of instructions that each tile fetched once.
 __device__ __forceinline__ uint32_t hidden_gradient_epilogue(const float (&acc)[128], const HiddenGradient& g, const float (&weight)[2], uint32_t smem,
                                                              int in_tile, uint32_t empty_bar, bool idle, StageOrder& stage, Watch& watch) {
-  static_assert(kGateUpBlocks == 4, "unrolled below");
+  const int lane = threadIdx.x % 32;
   RowPair rows{{weight[0], weight[1]}, {}};
   uint32_t sent = kStages;
-  hidden_gradient_block<0>(acc, g, smem, in_tile, empty_bar, idle, rows, stage, sent, watch);
-  hidden_gradient_block<1>(acc, g, smem, in_tile, empty_bar, idle, rows, stage, sent, watch);
-  hidden_gradient_block<2>(acc, g, smem, in_tile, empty_bar, idle, rows, stage, sent, watch);
-  hidden_gradient_block<3>(acc, g, smem, in_tile, empty_bar, idle, rows, stage, sent, watch);
+#pragma unroll 1
+  for (int block = 0; block < kGateUpBlocks; ++block) {
+    const int x = g.column + kDotColumns * block;
+    wait_mbarrier(watch, smem + Shared::kFull + 8 * stage.slot, stage.phase(), kWaitOperand);
+    const uint32_t slot = stage.slot, at = smem + slot * kStageBytes;
+    stage.advance();
+    const bool works = x < g.width && !idle;
+    if (works) {
+      float dh[32];
+      switch (block) {
+        case 0: take_quarter<0>(acc, dh); break;
+        case 1: take_quarter<1>(acc, dh); break;
+        case 2: take_quarter<2>(acc, dh); break;
+        default: take_quarter<3>(acc, dh); break;
+      }
+      if (g.limit > 0.0f) {
+        dswiglu_block<true>(dh, at, in_tile, g.limit, rows);
+      } else {
+        dswiglu_block<false>(dh, at, in_tile, g.limit, rows);
+      }
+      ptx::fence_proxy_async_shared();
+      __syncwarp();
+      if (lane == 0) {
+        const uint32_t boxes = at + in_tile * 128;
+        ptx::tensor_store_2d(g.d_gate_up, boxes, x, g.row0, ptx::evict_normal());
+        ptx::tensor_store_2d(g.d_gate_up, boxes + kABytes, g.width + x, g.row0, ptx::evict_normal());
+        ptx::tensor_store_2d(g.weighted_h, boxes + 2 * kABytes, x, g.row0, ptx::evict_normal());
+        ptx::bulk_commit();
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane / 4 + 8 * half;
+        if (lane % 4 == 0 && row < g.rows) g.dots[static_cast<int64_t>(row) * g.parts + x / kDotColumns] = rows.dot[half];
+      }
+    }
+    if (sent < kStages) {  // the block before: its stores have had this block's time
+      if (lane == 0) {
+        if (works) ptx::bulk_wait_read<1>(); else ptx::bulk_wait_read<0>();
+      }
+      __syncwarp();
+      if (empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * sent);
+      sent = kStages;
+    }
+    if (works) {
+      sent = slot;
+    } else if (empty_bar != 0) {
+      ptx::mbarrier_arrive_cluster(empty_bar + 8 * slot);
+    }
+  }
   return sent;
 }
 

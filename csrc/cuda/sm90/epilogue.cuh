@@ -104,17 +104,20 @@ __device__ __forceinline__ void output_epilogue(const float (&acc)[128], const W
 // A tile whose stores are under way: once they have written, it counts and the stage they came from, if any, is free.
 struct Pending {
   uint32_t* counter = nullptr;
+  uint32_t* sum = nullptr;  // counts too, if not null
   uint32_t borrowed = kStages;
   // `empty_bar`: lanes 0 and 1 hold the first empty barrier of CTA 0 and 1, other lanes 0.
   __device__ __forceinline__ void settle(uint32_t empty_bar) {
     if (counter == nullptr) return;
     if (threadIdx.x % 32 == 0) {
       ptx::bulk_wait_all();  // written, not merely read out of shared memory
-      ptx::red_release_gpu(counter, 1);
+      ptx::fence_gpu();
+      ptx::red_relaxed_gpu(counter, 1);
+      if (sum != nullptr) ptx::red_relaxed_gpu(sum, 1);
     }
     __syncwarp();
     if (empty_bar != 0 && borrowed < kStages) ptx::mbarrier_arrive_cluster(empty_bar + 8 * borrowed);
-    counter = nullptr;
+    counter = sum = nullptr;
   }
 };
 
