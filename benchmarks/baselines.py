@@ -49,7 +49,16 @@ def _weighted_sum(
 
 @triton.jit
 def _dswiglu(
-    dh, gate_up, weight, perm, d_gate_up, weighted_h, dot, I: tl.constexpr, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
+    dh,
+    gate_up,
+    weight,
+    perm,
+    d_gate_up,
+    weighted_h,
+    dot,
+    I: tl.constexpr,  # noqa: E741
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)

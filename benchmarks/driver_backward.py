@@ -24,7 +24,7 @@ class BackwardArgs(ctypes.Structure):
 
 @dataclass
 class Wants:
-    """Which gradients a backward computes; those of x and of the routes' weights always go together with their ranks."""
+    """Which gradients a backward computes; those of the route weights always."""
 
     dx: bool = True
     experts: bool = True

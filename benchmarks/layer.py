@@ -1,8 +1,12 @@
-"""One MoE layer's forward at one rank: correctness first, then time against the composite and transformers baselines.
+"""One MoE layer at one rank, forward and backward: correctness, then time and memory against the baselines.
 
-    python benchmarks/layer.py [--shapes kimi,glm] [--out results.json] [--no-shared | --shared]
+    python benchmarks/layer.py [--shapes kimi,glm] [--shared both|with|without] [--rings 0.5,0.25] [--out results.json]
 
-Time covers hidden states + top-k ids and weights -> output. Ours runs eagerly; the composite is a CUDA graph's replay.
+Ours is the operator as a training step calls it, eager, with autograd. The composite's forward, backward and both are
+replays of CUDA graphs; its backward counts as the lesser of its own graph and both less forward. Transformers is eager.
+Time covers hidden states + top-k ids and weights -> output, and dOut -> all gradients. Before anything is timed, every
+output and gradient is compared with fp64. Memory is what one forward and backward add at their peak, gradients and our
+workspace included.
 """
 
 import argparse
@@ -12,16 +16,22 @@ import os
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 from baselines import Composite, Transformers
-from driver import TILE, Group, Settings, make_routes, make_weights, reference, relative_error
+from driver import TILE, make_routes, make_weights, reference, relative_error
 from shapes import SHAPES
 from timing import blocks, graph, preheat, ratio
 
-INPUT_SETS = 3  # rotated; each holds 16 to 67 MB of x alone
+from mok_hf import kernel
+
+INPUT_SETS = 2  # rotated; each holds 16 to 67 MB of x alone
+PASSES = ("forward", "backward", "both")
+TOLERANCE = 1e-2
 
 
 def commit():
@@ -31,126 +41,233 @@ def commit():
         return os.environ.get("MOK_COMMIT", "unknown")
 
 
-def routes(tokens, topk, experts, seed):
-    """Distinct experts a token where there are enough, otherwise uniform draws.
+class Mok:
+    """The fused layer; `ring` is the share of all rows that its ring holds."""
 
-    The paper's shapes at EP 64 have k > experts on a rank.
-    """
-    ids, weight = make_routes(tokens, topk, experts, seed=seed)
-    return ids.to(torch.int64), weight
+    def __init__(self, weights, topk, rows, ring=1.0):
+        self.mok = kernel.load()
+        self.workspace = self.mok.Workspace(None, "cuda")
+        self.weights, self.topk = weights, topk
+        self.macrobatch = None if ring == 1.0 else max(2, int(ring * rows) // TILE) * TILE
+
+    def __call__(self, x, ids, weight):
+        w = self.weights
+        return self.mok.moe(
+            x,
+            ids,
+            weight,
+            w.gate_up,
+            w.down,
+            shared=w.shared,
+            workspace=self.workspace,
+            macrobatch_size=self.macrobatch,
+        )
 
 
-def run(name, tokens, shared, rounds):
+class Inputs:
+    def __init__(self, tokens, hidden, topk, experts, seed):
+        ids, weight = make_routes(tokens, topk, experts, seed=seed)
+        self.x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        self.dout = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+        self.ids, self.weight = ids.to(torch.int64), weight.requires_grad_()
+
+    def leaves(self, weights):
+        return [self.x, self.weight, weights.gate_up, weights.down, *(weights.shared or ())]
+
+
+def step(layer, inputs, weights):
+    """Output and gradients of x, route weights, gate_up, down and, with a shared expert, its gate, up and down."""
+    out = layer(inputs.x, inputs.ids, inputs.weight)
+    return out, *torch.autograd.grad(out, inputs.leaves(weights), inputs.dout)
+
+
+def exact(inputs, weights):
+    """The same in fp64."""
+    leaf = lambda t: t.detach().double().requires_grad_()
+    x, weight = leaf(inputs.x), leaf(inputs.weight)
+    experts = [(leaf(g), leaf(d)) for g, d in zip(weights.gate_up, weights.down, strict=True)]
+    shared = [leaf(t) for t in weights.shared] if weights.shared else None
+    out = reference(x, inputs.ids, weight, experts, shared)
+    out.backward(inputs.dout.double())
+    zero = lambda t: torch.zeros_like(t) if t.grad is None else t.grad
+    grads = [torch.stack([zero(e[i]) for e in experts]) for i in (0, 1)]
+    return out.detach(), x.grad, weight.grad, *grads, *[t.grad for t in shared or ()]
+
+
+def composite_step(composite, inputs):
+    out = composite(inputs.x, inputs.ids, inputs.weight)
+    g = composite.backward(inputs.dout)
+    shared = [*g["d_shared_gate_up"].chunk(2), g["d_shared_down"]] if "d_shared_gate_up" in g else []
+    return out, g["dx"], g["d_weight"], g["d_gate_up_proj"], g["d_down_proj"], *shared
+
+
+def worst_error(results, expected):
+    errors = [relative_error(r.detach(), e) for r, e in zip(results, expected, strict=True)]
+    assert all(e < TOLERANCE for e in errors), errors
+    return max(errors)
+
+
+def peak_bytes(function):
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = function()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del result
+    return peak
+
+
+def functions_of(layer, sets, weights):
+    """pass -> function of the iteration number, for an eager layer with autograd."""
+    held = [layer(s.x, s.ids, s.weight) for s in sets]
+
+    def backward(n):
+        s = sets[n % INPUT_SETS]
+        torch.autograd.grad(held[n % INPUT_SETS], s.leaves(weights), s.dout, retain_graph=True)
+
+    return {
+        "forward": lambda n: (lambda s: layer(s.x, s.ids, s.weight))(sets[n % INPUT_SETS]),
+        "backward": backward,
+        "both": lambda n: step(layer, sets[n % INPUT_SETS], weights),
+    }
+
+
+@torch.no_grad()
+def graphs_of(composite, sets):
+    """pass -> function of the iteration number, each a graph's replay."""
+    captured = {name: [] for name in PASSES}
+    for s in sets:
+        captured["forward"].append(graph(lambda: composite(s.x, s.ids, s.weight))[0])
+        captured["backward"].append(graph(lambda: composite.backward(s.dout))[0])
+        captured["both"].append(graph(lambda: composite_step(composite, s))[0])
+    return {name: (lambda n, g=g: g[n % INPUT_SETS].replay()) for name, g in captured.items()}
+
+
+def run(name, tokens, shared, rings, rounds, block_ms):
     s = SHAPES[name]
     d, i, k, experts, width = s["hidden"], s["inter"], s["topk"], s["experts"], s["shared"] if shared else 0
-    weights = make_weights(1, experts, d, i, width)
-    group = Group(weights, k, tokens, Settings())
-    composite, native = Composite(weights[0], k), Transformers(weights[0], k)
-    sets = []
-    for seed in range(INPUT_SETS):
-        x = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
-        ids, w = routes(tokens, k, experts, seed)
-        captured, result = graph(lambda: composite(x, ids, w))
-        out = torch.full((tokens, d), float("nan"), device="cuda", dtype=torch.bfloat16)
-        args = group.args(0, tokens, x)
-        expected = reference(x, ids, w, list(zip(weights[0].gate_up, weights[0].down, strict=True)), weights[0].shared)
-        ours = group.forward_single(x, ids, w, out=out, args=args)
-        captured.replay()
-        errors = {
-            "mok": relative_error(ours, expected),
-            "composite": relative_error(result, expected),
-            "transformers": relative_error(native(x, ids, w), expected),
-        }
-        assert all(e < 1e-2 for e in errors.values()), (name, tokens, errors)
-        sets.append((x, ids, w, captured, out, args))
-        del expected
-    header = group.header()
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    functions = {
-        "mok": lambda n: (lambda v: group.forward_single(v[0], v[1], v[2], out=v[4], args=v[5]))(sets[n % INPUT_SETS]),
-        "composite": lambda n: sets[n % INPUT_SETS][3].replay(),
-        "transformers": lambda n: native(*sets[n % INPUT_SETS][:3]),
-        "dense": lambda n: a @ b,
-    }
+    weights = make_weights(1, experts, d, i, width)[0]
+    for t in (weights.gate_up, weights.down, *(weights.shared or ())):
+        t.requires_grad_()
+    sets = [Inputs(tokens, d, k, experts, seed) for seed in range(INPUT_SETS)]
+    layers = {f"mok{'' if r == 1 else f'_ring_{r:g}'}": Mok(weights, k, tokens * k, r) for r in (1.0, *rings)}
+    layers["transformers"] = Transformers(weights, k)
     with torch.no_grad():
-        times, clocks = blocks(functions, block_ms=60, rounds=rounds)
-    flops = 6.0 * tokens * d * (k * i + width)
-    dense = 2 * 8192**3 / statistics.median(times["dense"]) / 1e9
-    useful = tokens * k / (header["tiles"] * TILE)
+        composite = Composite(weights, k)
+
+    # Each layer's first step makes its workspace, the libraries' and ours, so it is what memory is measured on.
+    step(layers["transformers"], sets[0], weights)
+    memory = {impl: peak_bytes(lambda: step(layer, sets[0], weights)) for impl, layer in layers.items()}
+    with torch.no_grad():
+        composite_step(composite, sets[0])
+        memory["composite"] = peak_bytes(lambda: composite_step(composite, sets[0]))
+        expected_shape = [t.shape for t in composite_step(composite, sets[0])]
+    expected = exact(sets[0], weights)
+    assert [t.shape for t in expected] == expected_shape
+    errors = {impl: worst_error(step(layer, sets[0], weights), expected) for impl, layer in layers.items()}
+    with torch.no_grad():
+        errors["composite"] = worst_error(composite_step(composite, sets[0]), expected)
+    del expected
+    torch.cuda.empty_cache()
+
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    by_pass = {impl: functions_of(layer, sets, weights) for impl, layer in layers.items()}
+    by_pass["composite"] = graphs_of(composite, sets)
+    functions = {(impl, p): f for impl, passes in by_pass.items() for p, f in passes.items()}
+    functions["dense", ""] = lambda n: a @ b
+    times, clocks = blocks(functions, block_ms=block_ms, rounds=rounds)
+    for impl in (*layers, "composite"):
+        difference = [both - f for both, f in zip(times[impl, "both"], times[impl, "forward"], strict=True)]
+        if impl == "composite" and statistics.median(difference) < statistics.median(times[impl, "backward"]):
+            times[impl, "backward"] = difference
+    dense = 2 * 8192**3 / statistics.median(times["dense", ""]) / 1e9
+    forward_flops = 6.0 * tokens * d * (k * i + width)
     rows = []
-    for impl in ("mok", "composite", "transformers"):
-        t = times[impl]
-        median, low, high = ratio(t, times["mok"])
-        rows.append(
-            dict(
-                device=torch.cuda.get_device_name(),
-                ep=1,
-                shape=name,
-                tokens=tokens,
-                shared_inter=width,
-                **{"pass": "forward"},
-                impl=impl,
-                ms_median=statistics.median(t),
-                ms_min=min(t),
-                ms_max=max(t),
-                tflops=flops / statistics.median(t) / 1e9,
-                dense_tflops=dense,
-                rel_error=errors[impl],
-                sm_mhz=clocks[impl],
-                slower_than_mok=median,
-                slower_than_mok_95=[low, high],
-                settings=dict(useful_rows=useful, minibatch_tiles=header["minibatch_tiles"], graph=impl == "composite")
-                if impl != "transformers"
-                else {},
+    for p, factor in zip(PASSES, (1, 2, 3), strict=True):
+        for impl in by_pass:
+            t = times[impl, p]
+            median, low, high = ratio(t, times["mok", p])
+            rows.append(
+                dict(
+                    device=torch.cuda.get_device_name(),
+                    ep=1,
+                    shape=name,
+                    tokens=tokens,
+                    shared_inter=width,
+                    **{"pass": p},
+                    impl=impl,
+                    ms_median=statistics.median(t),
+                    ms_min=min(t),
+                    ms_max=max(t),
+                    tflops=factor * forward_flops / statistics.median(t) / 1e9,
+                    dense_tflops=dense,
+                    rel_error=errors[impl],
+                    peak_mib=memory[impl] / 2**20,
+                    sm_mhz=clocks[impl, p],
+                    slower_than_mok=median,
+                    slower_than_mok_95=[low, high],
+                    settings=dict(graph=impl == "composite"),
+                )
             )
-        )
-    m, c, t = rows
+    show(name, tokens, width, rows, dense)
+    return rows
+
+
+def show(name, tokens, width, rows, dense):
+    of = {(r["impl"], r["pass"]): r for r in rows}
+    print(f"{name} {tokens} S={width} dense {dense:.0f}")
+    for p in PASSES:
+        m = of["mok", p]
+        text = f"  {p:8s} mok {m['ms_median']:.3f} ms {m['tflops']:.0f} TF {m['tflops'] / dense:.0%}"
+        for (impl, q), r in of.items():
+            if q == p and impl != "mok":
+                low, high = r["slower_than_mok_95"]
+                text += f" | {impl} {r['ms_median']:.3f} x{r['slower_than_mok']:.3f} [{low:.3f} {high:.3f}]"
+        print(text)
     print(
-        f"{name:5s} {tokens:5d} S={width:4d} | mok {m['ms_median']:.3f} ms {m['tflops']:4.0f} TF "
-        f"({m['tflops'] / dense * 100:3.0f} % of dense, rows {useful:.3f}) | "
-        f"composite {c['ms_median']:.3f} x{c['slower_than_mok']:.3f} "
-        f"[{c['slower_than_mok_95'][0]:.3f} {c['slower_than_mok_95'][1]:.3f}] | "
-        f"transformers {t['ms_median']:.3f} x{t['slower_than_mok']:.2f} | dense {dense:.0f} | err {m['rel_error']:.1e}",
+        "  memory MiB",
+        {impl: round(r["peak_mib"]) for (impl, p), r in of.items() if p == "both"},
+        "worst error",
+        {impl: f"{r['rel_error']:.1e}" for (impl, p), r in of.items() if p == "both"},
         flush=True,
     )
-    return rows
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--shared", choices=("both", "with", "without"), default="both")
+    parser.add_argument("--rings", default="", help="also with rings of these shares of the rows, e.g. 0.5,0.25")
     parser.add_argument("--heat", type=float, default=20)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--block-ms", type=float, default=40)
     parser.add_argument("--out", default=None)
     options = parser.parse_args()
     import transformers
     import triton
 
     preheat(options.heat)
+    rings = [float(r) for r in options.rings.split(",") if r]
     rows = []
+    versions = dict(
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        triton=triton.__version__,
+        transformers=transformers.__version__,
+    )
     for name in options.shapes.split(","):
         for shared in (False, True):
-            if (
-                (shared and not SHAPES[name]["shared"])
-                or (options.shared == "with" and not shared)
-                or (options.shared == "without" and shared)
-            ):
+            if (shared and not SHAPES[name]["shared"]) or options.shared == ("without" if shared else "with"):
                 continue
             for tokens in SHAPES[name]["tokens"]:
-                rows += run(name, tokens, shared, options.rounds)
+                rows += run(name, tokens, shared, rings, options.rounds, options.block_ms)
                 torch.cuda.empty_cache()
-    if options.out:
-        versions = dict(
-            torch=torch.__version__,
-            cuda=torch.version.cuda,
-            triton=triton.__version__,
-            transformers=transformers.__version__,
-        )
-        with open(options.out, "w") as f:
-            json.dump(
-                dict(commit=commit(), date=datetime.date.today().isoformat(), versions=versions, rows=rows), f, indent=1
-            )
+                if options.out:  # after each shape: a run that is cut short has what it measured
+                    result = dict(commit=commit(), date=datetime.date.today().isoformat(), versions=versions, rows=rows)
+                    with open(options.out, "w") as f:
+                        json.dump(result, f, indent=1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The CUDA backward against fp64: every gradient, degenerate inputs, windows and replay, settings, EP sizes on one GPU."""
+"""The CUDA backward against fp64: all gradients, degenerate inputs, windows and replay, settings, EP sizes."""
 
 import itertools
 
@@ -127,7 +127,7 @@ def test_against_fp64(lib, case):
     close(gradients(group, *inputs), reference(group, *inputs))
 
 
-# A bf16 gate or up near the limit crosses it by rounding, in plain PyTorch too: there only the comparison with it says something.
+# A bf16 gate or up near the limit crosses it by rounding, in plain PyTorch too: only the comparison with it tells.
 @pytest.mark.parametrize("clamp", [dict(), dict(swiglu_limit=0.25), dict(swiglu_limit=1.0)], ids=str)
 def test_not_worse_than_plain_bf16(lib, clamp):
     import driver
@@ -192,7 +192,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(lib):
     join = lambda name: torch.cat([rank[name] for rank in baseline])
     for ranks in (1, 2):
         per = 4 // ranks
-        part = lambda ts, r: torch.cat(ts[r * per : (r + 1) * per])  # noqa: B023
+        part = lambda ts, r: torch.cat(ts[r * per : (r + 1) * per])
         weights = [
             Weights(part([w.gate_up for w in group.weights], r), part([w.down for w in group.weights], r))
             for r in range(ranks)
@@ -218,7 +218,7 @@ def test_what_is_not_wanted_is_left_alone(lib):
 
 def test_fp32_carry_of_an_expert_across_macrobatches(lib):
     """One expert over many macrobatches: the sum is rounded once, whatever the window."""
-    ids = lambda r, n: torch.zeros(n, 1, device="cuda", dtype=torch.int64)  # noqa: E731
+    ids = lambda r, n: torch.zeros(n, 1, device="cuda", dtype=torch.int64)
     results = []
     for window in (16, 4, 2, 1):
         group, *inputs = build(lib, ranks=1, tokens=[2048], hidden=512, inter=192, experts=2, topk=1, ids=ids)

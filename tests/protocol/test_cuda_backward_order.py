@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import pytest
@@ -68,7 +68,7 @@ def cuda(compile_cpp):
 
 def order_of(cuda, shape: Shape) -> list[Task]:
     prefix = shape.prefix
-    units = [0, *accumulate((b - a + 1) // 2 for a, b in zip(prefix, prefix[1:], strict=False))]
+    units = [0, *accumulate((b - a + 1) // 2 for a, b in pairwise(prefix))]
     array = lambda values: (ctypes.c_int32 * len(values))(*values)  # noqa: E731
     sizes = [shape.tiles, len(shape.rows), shape.window, shape.saved, shape.chunk, shape.chunk, shape.tokens]
     sizes += [*shape.columns, *[n for grid in shape.grids for n in grid]]
