@@ -114,7 +114,7 @@ struct Failure {
   uint32_t told;
 };
 
-// The workspace (workspace.py): int64 [8 + 2R]: rank, ranks, Nmax, timeout in ns, every rank's control segment and data segment, then the
+// The workspace (workspace.py): int64 [7 + 2R]: rank, ranks, Nmax, timeout in ns, every rank's control segment and data segment, then the
 // Failure, the CallOrder, and the most SMs a call may take (0: all).
 struct Workspace {
   int64_t rank, ranks, max_tokens, timeout_ns, sm_limit;
@@ -125,9 +125,9 @@ struct Workspace {
 
   explicit Workspace(const Tensor& words) {
     const int64_t* word = static_cast<const int64_t*>(words.data_ptr());
-    STD_TORCH_CHECK(words.is_cpu() && words.numel() >= 8, "not a workspace");
+    STD_TORCH_CHECK(words.is_cpu() && words.numel() >= 9, "not a workspace");
     rank = word[0], ranks = word[1], max_tokens = word[2], timeout_ns = word[3];
-    STD_TORCH_CHECK(ranks >= 1 && ranks <= MOK_MAX_RANKS && rank >= 0 && rank < ranks && words.numel() == 8 + 2 * ranks, "not a CUDA workspace");
+    STD_TORCH_CHECK(ranks >= 1 && ranks <= MOK_MAX_RANKS && rank >= 0 && rank < ranks && words.numel() == 7 + 2 * ranks, "not a CUDA workspace");
     STD_TORCH_CHECK(word[4] != 0, "this workspace was closed");
     for (int64_t r = 0; r < ranks; ++r) {
       control[r] = reinterpret_cast<char*>(word[4 + r]);

@@ -74,6 +74,12 @@ def test_no_segment_is_left(how: str) -> None:
     assert not left_behind()
 
 
+def test_ranks_with_buffers_of_different_sizes_are_refused() -> None:
+    """They would write beyond each other's ends: max_tokens_per_rank that differs from rank to rank."""
+    for text in run_ranks(2, "tests.kernel.workers:different_sizes"):
+        assert "different sizes ([1024, 2048] bytes): max_tokens_per_rank" in text
+
+
 def test_ranks_on_two_machines_are_refused() -> None:
     for rank, text in enumerate(run_ranks(2, "tests.kernel.workers:pretend_two_machines")):
         assert f"EP ranks [{1 - rank}] run on another machine" in text and "ep_size" in text

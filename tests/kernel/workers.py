@@ -126,6 +126,14 @@ def _mapped() -> list[str]:
         return [line.split()[0] for line in f if "/dev/shm/mok-" in line]
 
 
+def different_sizes() -> str:
+    try:
+        load().SymmetricBuffer(1024 * (1 + dist.get_rank()), dist.group.WORLD)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def pretend_two_machines() -> str:
     mok = load()
     symmetric = __import__("sys").modules[mok.SymmetricBuffer.__module__]

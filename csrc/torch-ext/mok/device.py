@@ -58,7 +58,7 @@ class DeviceSide:
         self, group: dist.ProcessGroup | VirtualGroup | None, device: torch.device, rank: int, size: int
     ) -> None:
         self.group, self.device, self.rank, self.size = group, device, rank, size
-        self.words = Words("q", [0] * (8 + 2 * size))
+        self.words = Words("q", [0] * (7 + 2 * size))
         self.view = torch.frombuffer(self.words, dtype=torch.int64)
         self._kept: list[torch.Tensor] = []
         self._control: list[torch.Tensor] = []
@@ -96,7 +96,7 @@ class DeviceSide:
             "q", [segment.data_ptr() for segment in self._control + self._data] or [0] * (2 * size)
         )
         self.words[4 + 2 * size :] = array(
-            "q", [failure.data_ptr() if failure is not None else 0, self._order, self._sms(), 0]
+            "q", [failure.data_ptr() if failure is not None else 0, self._order, self._sms()]
         )
         self.words.segments = [*self._kept, *self._control, *self._data]
 

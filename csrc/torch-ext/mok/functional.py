@@ -89,8 +89,6 @@ def moe(
     gate, up, down = shared if shared is not None else (None, None, None)
     tensors = (x, top_k_weights, gate_up_proj, down_proj, gate, up, down, shared_scale)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if save:
-        _check_backward(device)
 
     handle = workspace.handle(x.shape[0], top_k, hidden, x.dtype, max_tokens_per_rank)
     ring = _rows(
@@ -367,16 +365,6 @@ def _check(x, top_k_index, top_k_weights, gate_up, down, shared, shared_scale, s
     for name, tensor in {"top_k_index": top_k_index, "top_k_weights": top_k_weights, **weights}.items():
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device} and x on {x.device}: move them to one device.")
-
-
-def _check_backward(device: str) -> None:
-    """A forward that keeps what its backward needs is refused where no backward is, before anything runs."""
-    name = add_op_namespace_prefix("backward")
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(name, device.upper()):
-        raise ValueError(
-            f"this kernel has no backward on {device}, and a gradient would be needed: run under torch.no_grad(), or"
-            " train with a kernel that has one."
-        )
 
 
 def _rows(name: str, value: int | None, least: int, default: int) -> int:

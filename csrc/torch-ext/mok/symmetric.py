@@ -33,7 +33,7 @@ class SymmetricBuffer:
 
     Raises:
         RuntimeError: the ranks' memory can not be shared: on CPU they run on different machines, on CUDA some but not
-            all share a GPU; or a peer's segment can not be opened.
+            all share a GPU; or `num_bytes` differs, or a peer's segment can not be opened.
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class SymmetricBuffer:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         fd = _create(num_bytes)
         try:
-            mine = (machine(), os.getpid(), fd)
+            mine = (machine(), os.getpid(), fd, num_bytes)
             everyone: list = [None] * size
             dist.all_gather_object(everyone, mine, group=group)
+            _check_sizes([num for *_, num in everyone])
             others = [r for r in range(size) if everyone[r][0] != mine[0]]
             # Every rank sees the same list, so either all raise or none does.
             if others:
@@ -62,7 +63,7 @@ class SymmetricBuffer:
                 )
             self.segments = []
             failed = None
-            for r, (_, pid, peer_fd) in enumerate(everyone):
+            for r, (_, pid, peer_fd, _) in enumerate(everyone):
                 try:
                     self.segments.append(_map(fd if r == rank else f"/proc/{pid}/fd/{peer_fd}", num_bytes))
                 except OSError as error:
@@ -100,6 +101,15 @@ class VirtualGroup:
             return self._buffers[key]
 
 
+def _check_sizes(sizes: list[int]) -> None:
+    # A rank writes into its peers' segments at offsets that follow from its own sizes.
+    if len(set(sizes)) > 1:
+        raise RuntimeError(
+            f"the ranks' buffers have different sizes ({sizes} bytes): max_tokens_per_rank, the hidden size and the"
+            " routes per token must be the same on every rank."
+        )
+
+
 def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Zeros that whoever gets the address may use at once, on any stream."""
     segment = torch.zeros(max(num_bytes, 1), dtype=torch.uint8, device=device)
@@ -110,9 +120,10 @@ def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 def _cuda_segments(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> list[torch.Tensor]:
     size = dist.get_world_size(group)
-    mine = (machine(), str(torch.cuda.get_device_properties(device).uuid))
+    mine = (machine(), str(torch.cuda.get_device_properties(device).uuid), num_bytes)
     everyone: list = [None] * size
     dist.all_gather_object(everyone, mine, group=group)
+    _check_sizes([num for *_, num in everyone])
     if len(set(everyone)) == size:
         return _symmetric_memory(num_bytes, group, device)
     if len(set(everyone)) == 1:
