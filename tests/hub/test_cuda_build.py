@@ -84,6 +84,25 @@ def test_architectures_are_read_as_nvcc_writes_them(tmp_path):
     assert fatbin.architectures(next(kernel.info().path.glob("*.so"))) == [] or kernel.info().backend == "cuda"
 
 
+@pytest.mark.parametrize("code, stops", [("C7508", True), ("C7510", True), ("C7515", True), ("C7511", False)])
+def test_a_kernel_that_lost_its_speed_stops_the_build(tmp_path, code, stops):
+    """A compiler that says so and succeeds, as nvcc does."""
+    compiler, out = tmp_path / "nvcc", tmp_path / "out.o"
+    source = tmp_path / "source.c"
+    source.write_text("int cudaFree(void*); int __cudaRegisterFatBinary(void*);\n"
+                      "int f(void) { return cudaFree(0) + __cudaRegisterFatBinary(0); }\n")  # fmt: skip
+    compiler.write_text(
+        f"#!/bin/sh\necho 'ptxas info : ({code}) Potential Performance Loss'\ngcc -c {source} -o {out}\n"
+    )
+    compiler.chmod(0o755)
+    command = ["sh", ROOT / "csrc" / "nvcc.sh", compiler, source, out, tmp_path / "out.d"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode != 0) == stops == (not out.exists()), done.stderr
+    if not stops:  # and only start-up code must find CUDA's runtime in the process
+        symbols = subprocess.run(["nm", out], capture_output=True, text=True, check=True).stdout
+        assert "w cudaFree" in symbols and "U __cudaRegisterFatBinary" in symbols
+
+
 def test_which_gpus_an_arch_serves():
     assert kernel._serves("9.0a", 9, 0) and not kernel._serves("9.0a", 9, 1) and not kernel._serves("9.0a", 10, 0)
     assert kernel._serves("10.0f", 10, 3) and not kernel._serves("10.3f", 10, 0) and not kernel._serves("10.0f", 12, 0)

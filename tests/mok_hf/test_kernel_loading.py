@@ -156,6 +156,22 @@ def test_a_cpu_kernel_is_refused_for_a_model_on_a_gpu(fresh):
         kernel.check_device("cuda")
 
 
+def test_a_gpu_that_the_kernel_has_no_code_for_is_refused(fresh, monkeypatch):
+    import torch
+
+    info = kernel.KernelInfo("csrc/build", fresh, "torch-stable-abi211-cu130-x", "cuda", "1", "0", 1, ("9.0a",))
+    monkeypatch.setattr(kernel, "info", lambda: info)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    kernel.check_device("cpu")
+    with pytest.raises(KernelMismatchError, match=r"NVIDIA B200 has compute capability 10\.0; .* serves 9\.0a"):
+        kernel.check_device("cuda")
+    with pytest.raises(KernelMismatchError, match=r"built for cuda and the model is on xpu"):
+        kernel.check_device("xpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    kernel.check_device("cuda")
+
+
 def test_a_kernel_that_does_not_load_says_so(fresh):
     package(fresh / "repository" / "csrc", body="raise OSError('undefined symbol: torch_x')\n")
     with pytest.raises(KernelMismatchError, match=r"does not load: undefined symbol: torch_x.*make kernel"):

@@ -299,3 +299,12 @@ def test_replicas_of_data_parallel():
     replica.experts = blocks(model)[0].experts._replicate_for_data_parallel()
     with pytest.raises(UnsupportedError, match=r"replica of nn.DataParallel.*one process per GPU"):
         replica.experts(torch.zeros(1, 128), torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 3))
+
+
+def test_what_each_device_computes_in():
+    from mok_hf.capabilities import dtype_problem
+
+    assert dtype_problem("cpu", torch.float32) is None and dtype_problem("cuda", torch.bfloat16) is None
+    assert "float32 on cuda; the kernel takes bfloat16 there. Load with" in dtype_problem("cuda", torch.float32)
+    assert "float16 on cpu; the kernel takes float32 and bfloat16 there" in dtype_problem("cpu", torch.float16)
+    assert "on mps; the kernel takes none there" in dtype_problem("mps", torch.float32)

@@ -145,7 +145,12 @@ def schedule(
         table: int64, the source of each row: rank << 32 | route, or -1 for a padding row.
         plan: int64 [2L + 1 + R]: the first row tile of each expert and the number of tiles, the rows of each expert,
             the number of row tiles of each rank.
+
+    Raises:
+        ValueError: ids are on CUDA.
     """
+    if ids.is_cuda:
+        raise ValueError("on CUDA the schedule is not a call of its own: moe builds it between its barriers.")
     capacity = ops.table_rows(workspace.size, int(handle[2]), ids.shape[1], experts)
     with timeouts(workspace.rank, workspace.timeout_s):
         return ops.schedule(handle, ids, experts, hidden, dtype.itemsize, capacity, workspace.size)
