@@ -73,6 +73,7 @@ format: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python docs/support_table.py >docs/support.md
+	$(BIN)/python docs/performance_page.py >docs/performance.md
 
 # No GPU and no CUDA torch is needed, and the build loads on a CPU torch too. ptxas warnings that say that a kernel lost
 # its speed fail it (csrc/nvcc.sh).

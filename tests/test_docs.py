@@ -12,12 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_support_page_is_the_model_table():
-    spec = importlib.util.spec_from_file_location("support_table", ROOT / "docs/support_table.py")
+@pytest.mark.parametrize("page, script", [("support", "support_table"), ("performance", "performance_page")])
+def test_generated_pages_are_what_their_scripts_print(page: str, script: str):
+    spec = importlib.util.spec_from_file_location(script, ROOT / f"docs/{script}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert (ROOT / "docs/support.md").read_text() == module.render(), "run `make docs`"
+    assert (ROOT / f"docs/{page}.md").read_text() == module.render(), "run `make docs`"
 
 
 def environment_variables_in_code() -> set[str]:
