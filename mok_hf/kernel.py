@@ -100,7 +100,8 @@ def check_device(device_type: str) -> None:
     if loaded.backend == "cpu":
         raise KernelMismatchError(
             f"The kernel in {loaded.path} ({loaded.source}) is built for the CPU and the model is on {device_type}. "
-            f"Set MOK_KERNEL_PATH to a build for {device_type}, or keep the model on the CPU."
+            f"Run `make cuda` in a checkout, set MOK_KERNEL_PATH to a build for {device_type}, or keep the model on "
+            "the CPU."
         )
     if device_type != loaded.backend:
         raise KernelMismatchError(

@@ -14,8 +14,8 @@ API_LEVEL = 1
 """Level of the kernel's Python interface that this package calls; raised when either side changes it."""
 
 HOW_TO_FIX = (
-    "run `make kernel` in a checkout, or `mok-hf kernel fetch` for the prebuilt one, or set MOK_KERNEL_PATH to a "
-    "folder that holds a build"
+    "run `make kernel` (for GPUs `make cuda`) in a checkout, or `mok-hf kernel fetch` for the prebuilt one, or set "
+    "MOK_KERNEL_PATH to a folder that holds a build"
 )
 
 

@@ -24,6 +24,8 @@ logger = logging.getLogger("mok")
 _CONTROL_BYTES = 4096  # barrier pad, epoch and abort word of a rank
 _TOLD = 8  # of the int32 words of the record: Failure in csrc/cuda/ops_call.h
 _POLL_S = 0.2
+# Never freed: what is under way on the device may write its record after the workspace is gone.
+_failures: list[torch.Tensor] = []
 
 
 class Words(array):
@@ -77,7 +79,11 @@ class DeviceSide:
         self._control = self._allocate("control", _CONTROL_BYTES)
         self._data = self._control
         self._failure = torch.zeros(64, dtype=torch.uint8).pin_memory()  # the device writes it, the host polls it
+        _failures.append(self._failure)
         self._order = ops.open_order()
+        # A backward still to come needs it as long as the words it saved, whatever became of this object.
+        self._close_order = weakref.finalize(self.words, ops.close_order, self._order)
+        self._close_order.atexit = False
 
     def grow(self, capacity: int, top_k: int, hidden: int) -> None:
         """Makes room for `capacity` tokens on every rank; collective if there is too little."""
@@ -138,7 +144,7 @@ class DeviceSide:
         """Frees everything, once the device is through with it."""
         if self._control:
             torch.cuda.synchronize(self.device)
-            ops.close_order(self._order)
+            self._close_order()
         self._control, self._data, self._kept, self._failure = [], [], [], None
         self._order = self._num_bytes = 0
 
