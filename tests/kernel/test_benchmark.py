@@ -1,4 +1,4 @@
-"""The CPU benchmark runs, compares before it times, and measures memory of both implementations."""
+"""The benchmarks that need no GPU run: the CPU layer, and the example end to end."""
 
 from __future__ import annotations
 
@@ -29,3 +29,15 @@ def test_cpu_layer(tmp_path: Path) -> None:
     assert all(r["rel_error"] <= 2e-6 for r in result["rows"])
     assert set(result["peak_mib"]) == {"native", "mok", "mok, quarter ring"}
     assert 0 < result["saved_bytes"]["quarter"] < result["saved_bytes"]["default"]
+
+
+@pytest.mark.timeout(300)
+def test_finetune(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, "benchmarks/finetune.py", "--shape", "tiny", "--layers", "2", "--seq_len", "64"]
+    done = subprocess.run([*command, "--steps", "8", "--out", out], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ours, native = json.loads(out.read_text())["rows"]
+    assert (ours["impl"], native["impl"]) == ("mok", "native")
+    assert ours["tokens_per_s"] > 0 and native["s_min"] <= native["s_median"] <= native["s_max"]
+    assert len(ours["losses"]) == 8 and ours["losses"] == pytest.approx(native["losses"], rel=1e-2)

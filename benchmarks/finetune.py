@@ -1,0 +1,161 @@
+"""examples/finetune.py end to end on one GPU: tokens a second and loss, ours against Transformers' experts.
+
+    python benchmarks/finetune.py --shape q30b --layers 8 --steps 20 --out benchmarks/results/finetune-q30b.json
+
+Writes a checkpoint with random weights in the shape of Qwen3-30B-A3B or GLM-4.5-Air, as many layers as asked for, and
+runs the example on it under `accelerate launch`, once an implementation and round, alternating. Tokens a second are of
+the median step after the first five. The losses of the two runs are in the result, step by step.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+ROOT = Path(__file__).resolve().parents[1]
+WARM_UP = 5  # steps
+SHAPES = {
+    "q30b": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        dict(
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            vocab_size=151936,
+            max_position_embeddings=40960,
+        ),
+    ),
+    "air": (
+        Glm4MoeForCausalLM,
+        Glm4MoeConfig,
+        dict(
+            hidden_size=4096,
+            intermediate_size=10944,
+            moe_intermediate_size=1408,
+            n_routed_experts=128,
+            n_shared_experts=1,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            first_k_dense_replace=1,
+            num_attention_heads=96,
+            num_key_value_heads=8,
+            head_dim=128,
+            partial_rotary_factor=0.5,
+            vocab_size=151552,
+            max_position_embeddings=131072,
+        ),
+    ),
+    # For tests of this script.
+    "tiny": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        dict(
+            hidden_size=64,
+            intermediate_size=128,
+            moe_intermediate_size=64,
+            num_experts=8,
+            num_experts_per_tok=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            vocab_size=300,
+        ),
+    ),
+}
+
+
+def write_checkpoint(shape: str, layers: int, folder: Path) -> None:
+    model_class, config_class, values = SHAPES[shape]
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = model_class(config_class(num_hidden_layers=layers, **values))
+        torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+
+
+def train(implementation: str, checkpoint: Path, folder: Path, options: argparse.Namespace) -> list[dict]:
+    """The log of one run, a record a step."""
+    output = folder / implementation
+    shutil.rmtree(output, ignore_errors=True)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "no"]
+    command += ["--num_machines", "1", "--dynamo_backend", "no"] + ([] if torch.cuda.is_available() else ["--cpu"])
+    command += [str(ROOT / "examples/finetune.py"), "--model", str(checkpoint), "--tokenizer", "bytes"]
+    command += ["--implementation", implementation, "--dtype", "bfloat16", "--seq_len", str(options.seq_len)]
+    command += ["--per_device_train_batch_size", str(options.batch), "--max_steps", str(options.steps)]
+    command += ["--learning_rate", "1e-5", "--lr_scheduler_type", "constant", "--output_dir", str(output)]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=options.timeout, stdout=subprocess.DEVNULL)
+    records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    patched = json.loads((output / "summary.json").read_text())["layers_patched"]
+    assert (patched > 0) == (implementation == "mok"), f"{implementation}: {patched} layers patched"
+    shutil.rmtree(output)
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="q30b")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--seq_len", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--timeout", type=float, default=300)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+
+    runs: dict[str, list] = {"mok": [], "native": []}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / "checkpoint"
+        write_checkpoint(options.shape, options.layers, checkpoint)
+        for round_ in range(options.rounds):
+            for implementation in list(runs)[:: 1 if round_ % 2 == 0 else -1]:
+                runs[implementation].append(train(implementation, checkpoint, Path(folder), options))
+    tokens = options.batch * options.seq_len
+    rows = []
+    for implementation, logs in runs.items():
+        seconds = [record["seconds"] for log in logs for record in log[WARM_UP:]]
+        rows.append(
+            dict(
+                device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+                shape=options.shape,
+                layers=options.layers,
+                seq_len=options.seq_len,
+                batch=options.batch,
+                impl=implementation,
+                tokens_per_s=tokens / statistics.median(seconds),
+                s_median=statistics.median(seconds),
+                s_min=min(seconds),
+                s_max=max(seconds),
+                losses=[record["loss"] for record in logs[0]],
+            )
+        )
+        print(f"{implementation}: {rows[-1]['tokens_per_s']:.0f} tokens/s, loss {rows[-1]['losses'][-1]:.4f}")
+    print(f"mok / native {rows[0]['tokens_per_s'] / rows[1]['tokens_per_s']:.3f}")
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    commit = git.stdout.strip() if git.returncode == 0 else os.environ.get("MOK_COMMIT", "unknown")
+    versions = dict(torch=torch.__version__, transformers=transformers.__version__)
+    result = dict(commit=commit, date=datetime.date.today().isoformat(), versions=versions, rows=rows)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
