@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
   const int64_t rows = static_cast<int64_t>(at<const ScheduleHeader>(a.schedule, 0)->tiles) * kRowsPerTile;
   const int parts = a.inter / kDotColumns, shared_parts = a.shared_inter / kDotColumns;
   const int64_t* table = at<const int64_t>(a.schedule, f.s.rows);
-  for (int64_t row = thread; row < rows; row += threads) {
+  for (int64_t row = thread; row < rows && !failed; row += threads) {  // a call that failed may have no schedule
     const int64_t entry = table[row];
     if (entry >= 0) f.b.peer_dweight[row_rank(entry)][row_route(entry)] = sum_of(at<const float>(f.b.workspace, f.l.dots) + row * parts, parts);
   }

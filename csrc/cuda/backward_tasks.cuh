@@ -13,7 +13,7 @@
 //   replay(t)      rows of t landed
 //   dgrad_down(t)  rows of t landed; replay(t); dgrad_up(t - window) has read the slot of d_gate_up
 //   dgrad_up(t)    dgrad_down(t)
-//   wgrad(e, m)    dgrad_down of e's tiles in m; e's earlier rounds, whose carry it goes on from; for the first store into the one carry, the
+//   wgrad(e, m)    dgrad_down of e's tiles in m, and of no others: those of m + 1 may come first; e's earlier rounds, whose carry it goes on from; for the first store into the one carry, the
 //                  expert that used it before
 #pragma once
 #include "tasks.cuh"
@@ -83,6 +83,8 @@ struct BackwardPlan {
   MOK_HD int expert_of(int tile) const { return static_cast<int>(expert_of_tile(tile_prefix, experts, tile)); }
   // Macrobatches up to and including `macrobatch` that hold tiles of the expert, which that one does.
   MOK_HD int rounds(int expert, int macrobatch) const { return macrobatch - tile_prefix[expert] / window + 1; }
+  // A run: an expert's tiles in one macrobatch, named by the first of them. What a weight gradient sums over.
+  MOK_HD int run_of(int expert, int tile) const { return max_of(tile_prefix[expert], tile / window * window); }
   MOK_HD bool short_tile(int expert, int tile) const {
     return tile == tile_prefix[expert + 1] - 1 && (expert_rows[expert] - 1) % kRowsPerTile < kRowsPerTile / 2;
   }

@@ -89,7 +89,8 @@ __device__ __forceinline__ const T* source_row(const T* const* peers, int64_t en
 constexpr int kHeadRows = 2;
 
 template <class Fetch>
-__device__ __forceinline__ void for_head_rows(int head_tiles, int cta, int ctas, uint32_t* landed, int first, int step, Fetch fetch) {
+__device__ __forceinline__ void for_head_rows(const Watch& watch, int head_tiles, int cta, int ctas, uint32_t* landed, int first, int step, Fetch fetch) {
+  if (watch.dead) return;  // there may be no schedule
   const int warp = threadIdx.x / 32 - 4;
   for (int i = cta * kConsumerWarps + warp; i < head_tiles * (kRowsPerTile / kHeadRows); i += ctas * kConsumerWarps) {
     const int tile = first + step * (i / (kRowsPerTile / kHeadRows));
@@ -103,7 +104,7 @@ __device__ __forceinline__ void for_head_rows(int head_tiles, int cta, int ctas,
 
 __device__ __forceinline__ void dispatch_head(const sm90::ForwardParams& p, int cta, int ctas) {
   const int tiles = p.header->tiles;
-  for_head_rows(min(p.head_tiles, tiles), cta, ctas, p.x_ready, tiles - 1, -1, [&](int tile, int r) {
+  for_head_rows(p.watch(), min(p.head_tiles, tiles), cta, ctas, p.x_ready, tiles - 1, -1, [&](int tile, int r) {
     const int64_t entry = p.rows[static_cast<int64_t>(tile) * kRowsPerTile + r];
     copy_row(reinterpret_cast<uint4*>(p.ring_x_out + (static_cast<int64_t>(tile % p.ring_tiles) * kRowsPerTile + r) * p.hidden),
              reinterpret_cast<const uint4*>(source_row(p.peer_x, entry, p.topk, p.hidden)), p.hidden / 8);

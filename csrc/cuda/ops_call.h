@@ -7,6 +7,7 @@
 #pragma weak cudaEventDestroy
 #pragma weak cudaEventRecord
 #pragma weak cudaGetErrorString
+#pragma weak cudaGetLastError
 #pragma weak cudaMemcpyAsync
 #pragma weak cudaMemsetAsync
 #pragma weak cudaStreamCreateWithFlags
@@ -85,7 +86,7 @@ class CallOrder {
   }
   void leave(cudaStream_t stream) {
     Last& last = last_of(stream);
-    last.used = cudaEventRecord(last.event, stream) == cudaSuccess;
+    last.used = cudaEventRecord(last.event, stream) == cudaSuccess || (cudaGetLastError(), false);
     last.stream = stream;
   }
 

@@ -63,6 +63,12 @@ int cuda_backward_order(const int32_t* tile_prefix, const int32_t* unit_prefix, 
   }
 }
 
+int cuda_run_of(const int32_t* tile_prefix, int window, int expert, int tile) {
+  BackwardPlan p{};
+  p.tile_prefix = tile_prefix, p.window = window;
+  return p.run_of(expert, tile);
+}
+
 int cuda_carry_before(const int32_t* tile_prefix, int experts, int window, int macrobatch) {
   BackwardPlan p{};
   p.tile_prefix = tile_prefix, p.experts = experts, p.window = window;

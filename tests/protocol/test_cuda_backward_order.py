@@ -170,6 +170,19 @@ def check_progress(cuda, order: list[Task], shape: Shape, lead: int) -> None:
         pytest.fail(f"tasks wait for each other: {[order[n] if isinstance(n, int) else n for n in error.args[1]]}")
 
 
+def check_runs(cuda, order: list[Task], shape: Shape) -> None:
+    """A weight gradient waits for a counter; what counts there are the tiles that it sums, all of them and no others."""
+    c_prefix = (ctypes.c_int32 * len(shape.prefix))(*shape.prefix)
+    counting = defaultdict(set)
+    for task in order:
+        if task.kind == DOWN:
+            for tile in task.tiles():
+                counting[cuda.cuda_run_of(c_prefix, shape.window, task.expert, tile)].add(tile)
+    for task in order:
+        if WGRAD_GATE_UP <= task.kind <= WGRAD_DOWN:
+            assert counting[task.tile] == set(task.tiles())
+
+
 def check_carry(order: list[Task], shape: Shape) -> None:
     """One carry: between its first store and its last load no other expert stores into it."""
     owner = None
@@ -201,6 +214,7 @@ def test_the_order_names_every_task_once_and_makes_progress(cuda, shape):
     order = order_of(cuda, shape)
     check_coverage(order, shape)
     check_carry(order, shape)
+    check_runs(cuda, order, shape)
     check_progress(cuda, order, shape, min(shape.window, 6 * shape.chunk + 2))
 
 

@@ -9,7 +9,7 @@
 //           landed           128 rows of dOut (and x) and their weights    pull_rows -> loads
 //           replayed         8 warps x gate+up column tiles                epilogue -> dgrad_down
 //           d_gate_up_ready  8 warps x dgrad_down column tiles             epilogue -> dgrad_up, pull_rows (lead)
-//           expert_ready [L] the same, over all tiles of the expert        epilogue -> weight gradients
+//           run_ready        the same, over an expert's tiles in a macrobatch  epilogue -> weight gradients
 //           up_done          2 warpgroups x dgrad_up column tiles          mainloop -> dgrad_down (d_gate_up slot is free)
 //           wgrad_done [L]   8 warps x 2 CTAs x tasks, for every round     epilogue -> pull_rows (slots are free), later rounds (carry)
 //           shared_ready     8 warps x shared dgrad_down column tiles; behind the last, over all token tiles
@@ -133,8 +133,8 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   p.rows = at<const int64_t>(a.schedule, s.rows);
   const auto counter = [&](int64_t offset) { return at<uint32_t>(b.workspace, offset); };
   p.tickets = counter(l.tickets), p.landed = counter(l.landed), p.replayed = counter(l.replayed);
-  p.d_gate_up_ready = counter(l.d_gate_up_ready), p.up_done = counter(l.up_done);
-  p.expert_ready = counter(l.expert_ready), p.wgrad_done = counter(l.wgrad_done), p.shared_ready = counter(l.shared_ready);
+  p.d_gate_up_ready = counter(l.d_gate_up_ready), p.run_ready = counter(l.run_ready), p.up_done = counter(l.up_done);
+  p.wgrad_done = counter(l.wgrad_done), p.shared_ready = counter(l.shared_ready);
   p.dout_out = buffer(l.dout), p.x_out = buffer(l.x), p.shared_out = static_cast<__nv_bfloat16*>(b.shared_dx);
   p.weight_out = at<float>(b.workspace, l.weight), p.dots = at<float>(b.workspace, l.dots), p.shared_dots = at<float>(b.workspace, l.shared_dots);
   p.carry_gate_up = at<float>(b.workspace, l.carry_gate_up), p.carry_down = at<float>(b.workspace, l.carry_down);

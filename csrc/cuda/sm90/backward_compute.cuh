@@ -113,7 +113,7 @@ __device__ __forceinline__ void compute_backward_tiles(const BackwardParams& p, 
       const uint32_t left = hidden_gradient_epilogue(acc, g, weight, smem, in_tile, empty_bar, idle, stage, watch);
       if (column < g.width) {
         pending.counter = (shared ? p.shared_ready : p.d_gate_up_ready) + tile;
-        pending.sum = shared ? p.shared_ready + ceil_div(p.tokens, kBlockM) : p.expert_ready + task.expert();
+        pending.sum = shared ? p.shared_ready + ceil_div(p.tokens, kBlockM) : p.run_ready + p.plan.run_of(task.expert(), tile);
         pending.borrowed = left;
       }
       continue;

@@ -45,8 +45,7 @@ __device__ __forceinline__ bool wait_inputs(const BackwardParams& p, const Backw
     case kSharedDgradDown: break;
     case kWgradGateUp:
     case kWgradDown:
-      ok = wait_counter(watch, p.expert_ready + task.expert(),
-                        kConsumerWarps * plan.down_columns * (task.tile() + task.count - plan.tile_prefix[task.expert()]), kWaitHidden, task.tile());
+      ok = wait_counter(watch, p.run_ready + task.tile(), kConsumerWarps * plan.down_columns * task.count, kWaitHidden, task.tile());
       if (ok && !task.first()) {
         ok = wait_counter(watch, p.wgrad_done + task.expert(), p.wgrad_arrivals() * (plan.rounds(task.expert(), task.tile() / plan.window) - 1),
                           kWaitCarry, task.expert());
@@ -225,7 +224,7 @@ __device__ __forceinline__ void pull_rows(const BackwardParams& p, uint32_t smem
 
 // The first tiles, of macrobatch 0, by the consumer warps.
 __device__ __forceinline__ void pull_head(const BackwardParams& p, int cta, int ctas) {
-  for_head_rows(min(p.head_tiles, p.header->tiles), cta, ctas, p.landed, 0, 1, [&](int tile, int r) {
+  for_head_rows(p.watch(), min(p.head_tiles, p.header->tiles), cta, ctas, p.landed, 0, 1, [&](int tile, int r) {
     const int64_t row = static_cast<int64_t>(tile) * kRowsPerTile + r, entry = p.rows[row];
     copy_row(reinterpret_cast<uint4*>(p.dout_out + row * p.hidden),
              reinterpret_cast<const uint4*>(source_row(p.peer_dout, entry, p.topk, p.hidden)), p.hidden / 8);

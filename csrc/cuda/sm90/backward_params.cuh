@@ -39,7 +39,7 @@ struct alignas(128) BackwardParams {
 
   const ScheduleHeader* header;
   const int64_t* rows;
-  uint32_t *tickets, *landed, *replayed, *d_gate_up_ready, *up_done, *expert_ready, *wgrad_done, *shared_ready;
+  uint32_t *tickets, *landed, *replayed, *d_gate_up_ready, *run_ready, *up_done, *wgrad_done, *shared_ready;
   __nv_bfloat16 *dout_out, *x_out, *shared_out;
   float *weight_out, *dots, *shared_dots, *carry_gate_up, *carry_down;
   const float* shared_scale;

@@ -1,5 +1,7 @@
 // What both megakernels do before their first task, and how they are launched.
 #pragma once
+#include <atomic>
+
 #include "forward_params.cuh"
 
 namespace mok::cuda::sm90 {
@@ -33,19 +35,33 @@ void choose_copies(int hidden, Params& p) {
   p.copy_slots = static_cast<int>(min_of<int64_t>(kCopySlots, kCopyBytes / p.copy_bytes));
 }
 
-// Clusters of two that the device holds at once, the same number for each of the ranks; 0 with the status of the query that failed.
+// Clusters of two of this kernel that the device holds at once. Asked for once a device: the question takes longer than a launch.
 template <class Kernel>
-int resident_clusters(Kernel kernel, int ranks, int sm_limit, cudaError_t* status) {
-  *status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shared::kBytes);
-  if (*status != cudaSuccess) return 0;
+cudaError_t device_clusters(Kernel kernel, int* clusters) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];  // of this kernel: each has parameters of a type of its own
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  if (device < kDevices && (*clusters = known[device].load(std::memory_order_acquire)) > 0) return cudaSuccess;
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shared::kBytes);
+  if (status != cudaSuccess) return status;
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {2, 1, 1};
   cudaLaunchConfig_t config = {};
   config.blockDim = dim3(kThreads), config.gridDim = dim3(2), config.dynamicSmemBytes = Shared::kBytes;
   config.attrs = &attribute, config.numAttrs = 1;
+  status = cudaOccupancyMaxActiveClusters(clusters, kernel, &config);
+  if (status == cudaSuccess && device < kDevices) known[device].store(*clusters, std::memory_order_release);
+  return status;
+}
+
+// The same, at most sm_limit CTAs, the same number for each of the ranks; 0 with the reason in `status`.
+template <class Kernel>
+int resident_clusters(Kernel kernel, int ranks, int sm_limit, cudaError_t* status) {
   int clusters = 0;
-  *status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  *status = device_clusters(kernel, &clusters);
   if (*status != cudaSuccess) return 0;
   if (sm_limit > 0 && sm_limit / 2 < clusters) clusters = sm_limit / 2;
   clusters = clusters / ranks * ranks;
