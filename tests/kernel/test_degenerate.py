@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -163,6 +166,47 @@ def test_two_calls_in_flight(order: tuple[int, int], macrobatch: int) -> None:
     for i in order:
         outs[i].backward(problems[i].dout)
         assert_equal({n: leaf.grad for n, leaf in leaves[i].items()}, {n: alone[i][n] for n in leaves[i]})
+
+
+def on_rank(problem: Problem, rank: int, own: Any, run: Any) -> tuple:
+    """Leaves and output of one of two ranks; run(layer, *tensors) calls the layer."""
+    first = problem.tokens[0]
+    rows, half = (slice(0, first), slice(first, None))[rank], problem.experts // 2
+    owned = slice(rank * half, rank * half + half)
+    cut = {"x": rows, "weights": rows, "scale": rows, "gate_up": owned, "down": owned}
+    leaves = {n: problem.parts[n][cut.get(n, slice(None))].clone().requires_grad_() for n in problem.names()}
+
+    def layer(*tensors: torch.Tensor) -> torch.Tensor:
+        args, keywords = problem.arguments(dict(zip(leaves, tensors, strict=True)), problem.ids[rows])
+        return load().moe(*args, **keywords, workspace=own)
+
+    return leaves, run(layer, *leaves.values()), problem.dout[rows]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_forwards_of_other_sizes_before_the_backward(checkpointed: bool) -> None:
+    """A wide layer on few tokens, then a narrow one on many: the buffers of the first must still be large enough.
+
+    Checkpointed, each is computed again with the ring it had, though the ranks have agreed on other counts since.
+    """
+    problems = [Problem([40, 60], seed=1, hidden=512), Problem([900, 700], seed=2, hidden=64), Problem([60, 40], seed=3)]
+    alone = [p.results(2) for p in problems]
+    group = load().VirtualGroup(2)
+
+    def rank_step(rank: int):
+        own, calls = workspace(group, rank), []
+        run = partial(checkpoint, use_reentrant=False) if checkpointed else lambda layer, *tensors: layer(*tensors)
+        for problem in problems:
+            own.begin_forward()
+            calls.append(on_rank(problem, rank, own, run))
+            own.end_forward()
+        for _, out, dout in calls:
+            out.backward(dout)
+        return [{n: leaf.grad for n, leaf in leaves.items()} for leaves, _, _ in calls]
+
+    for rank, results in enumerate(in_ranks(2, rank_step)):
+        for got, want in zip(results, alone, strict=True):
+            assert_equal(got, {n: want[rank][n] for n in got})
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

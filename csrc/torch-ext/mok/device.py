@@ -80,14 +80,15 @@ class DeviceSide:
         self._data = self._control
         self._failure = torch.zeros(64, dtype=torch.uint8).pin_memory()  # the device writes it, the host polls it
         _failures.append(self._failure)
-        self._order = ops.open_order()
+        with torch.cuda.device(self.device):  # its events are this device's
+            self._order = ops.open_order()
         # A backward still to come needs it as long as the words it saved, whatever became of this object.
         self._close_order = weakref.finalize(self.words, ops.close_order, self._order)
         self._close_order.atexit = False
 
-    def grow(self, capacity: int, top_k: int, hidden: int) -> None:
-        """Makes room for `capacity` tokens on every rank; collective if there is too little."""
-        num_bytes = ops.segment_bytes(self.size, capacity, top_k, hidden)
+    def grow(self, capacity: int, widths: set[tuple[int, int, int]]) -> None:
+        """Makes room for `capacity` tokens of each (K, D, bytes) on every rank; collective if there is too little."""
+        num_bytes = max(ops.segment_bytes(self.size, capacity, top_k, hidden) for top_k, hidden, _ in widths)
         if num_bytes > self._num_bytes:
             self._refuse_capture()
             self._kept += self._data

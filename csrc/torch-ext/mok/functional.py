@@ -95,7 +95,7 @@ def moe(
         "macrobatch_size", macrobatch_size, _LEAST_RING[device], _balanced(workspace.tokens * top_k, experts, device)
     )
     ids, table, plan = _routes(handle, top_k_index, workspace, experts, hidden, x.dtype)
-    routes = workspace.size * workspace.tokens * top_k
+    routes = workspace.size * workspace.most_tokens * top_k
     run = _Layer.apply if save else ops.forward
     with timeouts(workspace.rank, workspace.timeout_s):
         return run(
@@ -109,7 +109,7 @@ def moe(
             minibatch,
             forward_comm,
             backward_comm,
-            workspace.tokens,
+            workspace.most_tokens,
             _schedule_bytes(device, routes, x, gate_up_proj, gate),
             save,
         )[0]
@@ -151,7 +151,7 @@ def schedule(
     """
     if ids.is_cuda:
         raise ValueError("on CUDA the schedule is not a call of its own: moe builds it between its barriers.")
-    capacity = ops.table_rows(workspace.size, int(handle[2]), ids.shape[1], experts)
+    capacity = ops.table_rows(workspace.size, workspace.most_tokens, ids.shape[1], experts)
     with timeouts(workspace.rank, workspace.timeout_s):
         return ops.schedule(handle, ids, experts, hidden, dtype.itemsize, capacity, workspace.size)
 

@@ -14,6 +14,7 @@ from .symmetric import SymmetricBuffer, VirtualGroup, machine
 
 _CONTROL_BYTES = 4096
 DEFAULT_TIMEOUT_S = 600.0
+_REMEMBERED = 4096  # token counts
 
 
 class Workspace:
@@ -56,12 +57,18 @@ class Workspace:
             _check_device(self.device)
             self._cuda = cuda.DeviceSide(group, self.device, self.rank, self.size)
         self.tokens = 0  # of the rank that had most when the ranks last agreed
+        # No rank has more in the present call: a later layer of a forward may have some more than its first.
+        self.most_tokens = 0
         self._control: list[torch.Tensor] = []
         self._data: list[torch.Tensor] = []
         self._words = cuda.Words("q", [0] * (4 + 2 * self.size))
         self._view = torch.frombuffer(self._words, dtype=torch.int64)  # of the host's side
         self._capacity = 0
         self._num_bytes = 0
+        # Whatever has run here may have a backward to come, whose buffers are laid out for the capacity of that time.
+        self._widths: set[tuple[int, int, int]] = set()  # K, D, bytes of an element
+        # Tokens of this rank -> `tokens` and `most_tokens` when it last had so many.
+        self._agreed_with: dict[int, tuple[int, int]] = {}
         self._in_forward = False
         self._agreed = False
         self._spans_machines = False
@@ -90,6 +97,7 @@ class Workspace:
         if self._error is not None:
             raise self._error
         self._open()
+        most_tokens = None
         if max_tokens_per_rank is not None:
             if num_tokens > max_tokens_per_rank:
                 self.leave()
@@ -98,7 +106,10 @@ class Workspace:
                     " Raise it (on every rank alike), or leave it at None to let the ranks agree on each forward."
                 )
             self.tokens = max_tokens_per_rank
-        elif self._must_agree(num_tokens):
+        elif self._recomputes(num_tokens):
+            # What is saved must have the sizes it had.
+            self.tokens, most_tokens = self._agreed_with.get(num_tokens, (self._capacity, self._capacity))
+        elif self.size == 1 or not (self._in_forward and self._agreed):
             self.tokens = self._agree(num_tokens)
             self._agreed = self._in_forward
         elif num_tokens > self._capacity:
@@ -109,15 +120,17 @@ class Workspace:
                 " has."
             )
         self._grow(top_k, hidden, dtype)
+        if most_tokens is None:
+            most_tokens = self.tokens if self.size == 1 else self._capacity
+        self.most_tokens = most_tokens
+        self._agreed_with[num_tokens] = self.tokens, self.most_tokens
+        if len(self._agreed_with) > _REMEMBERED:
+            del self._agreed_with[next(iter(self._agreed_with))]
         return self._view if self._cuda is None else self._cuda.view
 
-    def _must_agree(self, num_tokens: int) -> bool:
-        if self.size == 1:
-            return True
-        # A layer that is recomputed inside backward has the tokens its forward had: all ranks have grown for them.
-        if torch._C._current_graph_task_id() != -1 and num_tokens <= self._capacity:
-            return False
-        return not (self._in_forward and self._agreed)
+    def _recomputes(self, num_tokens: int) -> bool:
+        """A layer runs again inside backward: with the tokens its forward had, so all ranks have grown for them."""
+        return self.size > 1 and torch._C._current_graph_task_id() != -1 and num_tokens <= self._capacity
 
     def _agree(self, num_tokens: int) -> int:
         if self._cuda is not None and self.size == 1:
@@ -132,10 +145,11 @@ class Workspace:
     def _grow(self, top_k: int, hidden: int, dtype: torch.dtype) -> None:
         if self.tokens > self._capacity:
             self._capacity = 1 << (self.tokens - 1).bit_length()
+        self._widths.add((top_k, hidden, dtype.itemsize))
         if self._cuda is not None:
-            self._cuda.grow(self._capacity, top_k, hidden)
+            self._cuda.grow(self._capacity, self._widths)
         else:
-            num_bytes = ops.workspace_bytes(self._capacity, top_k, hidden, dtype.itemsize)
+            num_bytes = max(ops.workspace_bytes(self._capacity, *widths) for widths in self._widths)
             if num_bytes > self._num_bytes:
                 self._num_bytes = num_bytes
                 # One rank shares with nobody: its pages are taken only when they are used.
@@ -217,7 +231,9 @@ class Workspace:
         if self._cuda is not None:
             self._cuda.close()
         self._control, self._data = [], []
-        self._capacity = self._num_bytes = self.tokens = 0
+        self._capacity = self._num_bytes = self.tokens = self.most_tokens = 0
+        self._widths.clear()
+        self._agreed_with.clear()
         self._refresh()
 
 
