@@ -189,7 +189,8 @@ def test_forwards_of_other_sizes_before_the_backward(checkpointed: bool) -> None
 
     Checkpointed, each is computed again with the ring it had, though the ranks have agreed on other counts since.
     """
-    problems = [Problem([40, 60], seed=1, hidden=512), Problem([900, 700], seed=2, hidden=64), Problem([60, 40], seed=3)]
+    shapes = (dict(tokens=[40, 60], hidden=512), dict(tokens=[900, 700], hidden=64), dict(tokens=[60, 40]))
+    problems = [Problem(**shape, seed=seed) for seed, shape in enumerate(shapes)]
     alone = [p.results(2) for p in problems]
     group = load().VirtualGroup(2)
 

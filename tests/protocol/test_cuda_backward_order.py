@@ -171,7 +171,7 @@ def check_progress(cuda, order: list[Task], shape: Shape, lead: int) -> None:
 
 
 def check_runs(cuda, order: list[Task], shape: Shape) -> None:
-    """A weight gradient waits for a counter; what counts there are the tiles that it sums, all of them and no others."""
+    """A weight gradient waits for a counter; what counts there are the tiles that it sums and no others."""
     c_prefix = (ctypes.c_int32 * len(shape.prefix))(*shape.prefix)
     counting = defaultdict(set)
     for task in order:
