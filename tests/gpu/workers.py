@@ -1,4 +1,4 @@
-"""What the ranks of this folder's multi-process tests run: all on one GPU."""
+"""What the ranks of this folder's multi-process tests run: all on one GPU, or each on its own."""
 
 import os
 import signal
@@ -15,10 +15,10 @@ from tests.models.compare import relative_error
 TIMEOUT_S = 2.0
 
 
-def own_workspace(timeout_s=60.0):
-    torch.cuda.set_device(0)
+def own_workspace(timeout_s=60.0, group=None):
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # the tests give all ranks the same where they share a GPU
     layers.use(layers.CUDA)
-    return load().workspace(dist.group.WORLD, "cuda", timeout_s=timeout_s)
+    return load().workspace(group or dist.group.WORLD, "cuda", timeout_s=timeout_s)
 
 
 def to_cpu(results):
@@ -38,15 +38,28 @@ def changing_counts():
     return [to_cpu(run_layer(Problem([count, 51], seed=count), own)) for count in (51, 3000, 0)]
 
 
+def two_groups(tokens):
+    """Two EP groups, each of half the world with a problem of its own."""
+    rank, half = dist.get_rank(), dist.get_world_size() // 2
+    groups = [dist.new_group(list(range(first, first + half))) for first in (0, half)]
+    own = own_workspace(group=groups[rank // half])
+    problem = Problem(tokens, seed=rank // half)
+    leaves, rows = rank_leaves(problem, rank % half, half)
+    args, keywords = problem.arguments(leaves, problem.ids[rows])
+    out = load().moe(*args, **keywords, workspace=own)
+    out.backward(problem.dout[rows])
+    return to_cpu({"out": out.detach()} | {n: leaf.grad for n, leaf in leaves.items()})
+
+
 def dies(where):
     own, mok, rank = own_workspace(TIMEOUT_S), load(), dist.get_rank()
-    problem = Problem([100, 100])
+    problem = Problem([100] * dist.get_world_size())
     run_layer(problem, own)  # everything is up
     torch.cuda.synchronize()
     dist.barrier()
     if rank == 1 and where == "forward":
         os.kill(os.getpid(), signal.SIGKILL)
-    leaves, rows = rank_leaves(problem, rank, 2)
+    leaves, rows = rank_leaves(problem, rank, dist.get_world_size())
     args, keywords = problem.arguments(leaves, problem.ids[rows])
     # With a bound, nothing is agreed on the host: the first to miss the dead rank is the device.
     out = mok.moe(*args, **keywords, workspace=own, max_tokens_per_rank=128)
@@ -83,7 +96,7 @@ def model(path, ep_size):
 
     import mok_hf
 
-    torch.cuda.set_device(0)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     rank, size = dist.get_rank(), dist.get_world_size()
     batches = [
         torch.randint(0, 150, (2, 40 + 13 * r), generator=torch.Generator().manual_seed(r)).cuda() for r in range(size)
