@@ -123,9 +123,10 @@ class Workspace:
         if most_tokens is None:
             most_tokens = self.tokens if self.size == 1 else self._capacity
         self.most_tokens = most_tokens
-        self._agreed_with[num_tokens] = self.tokens, self.most_tokens
-        if len(self._agreed_with) > _REMEMBERED:
-            del self._agreed_with[next(iter(self._agreed_with))]
+        if self.size > 1:
+            self._agreed_with[num_tokens] = self.tokens, self.most_tokens
+            if len(self._agreed_with) > _REMEMBERED:
+                del self._agreed_with[next(iter(self._agreed_with))]
         return self._view if self._cuda is None else self._cuda.view
 
     def _recomputes(self, num_tokens: int) -> bool:
