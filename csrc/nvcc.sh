@@ -16,5 +16,5 @@ if grep -E 'C75(08|09|10|15)' "$object.log" >&2; then
   exit 1
 fi
 grep -E 'warning|spill stores' "$object.log" | grep -v ' 0 bytes spill stores' >&2 || true
-nm --undefined-only "$object" | awk '$2 ~ /^(cuda|__cuda)/ && $2 !~ /Register/ {print $2}' >"$object.weak"
+nm --undefined-only "$object" | awk '$2 ~ /^(cuda|__cuda)/ && $2 !~ /^__cuda(RegisterFatBinary|RegisterFatBinaryEnd|UnregisterFatBinary|RegisterFunction)$/ {print $2}' >"$object.weak"
 objcopy --weaken-symbols="$object.weak" "$object"

@@ -90,7 +90,7 @@ constexpr int kHeadRows = 2;
 
 template <class Fetch>
 __device__ __forceinline__ void for_head_rows(const Watch& watch, int head_tiles, int cta, int ctas, uint32_t* landed, int first, int step, Fetch fetch) {
-  if (watch.dead) return;  // there may be no schedule
+  if (__any_sync(~0u, watch.dead)) return;  // there may be no schedule
   const int warp = threadIdx.x / 32 - 4;
   for (int i = cta * kConsumerWarps + warp; i < head_tiles * (kRowsPerTile / kHeadRows); i += ctas * kConsumerWarps) {
     const int tile = first + step * (i / (kRowsPerTile / kHeadRows));
@@ -139,6 +139,9 @@ __device__ __forceinline__ void dispatch_rows(const sm90::ForwardParams& p, uint
     if (lane == 0 && tile + p.lead_tiles < tiles) {
       // lead_tiles <= ring_tiles. Running further ahead only pushes rows out of the L2 before they are multiplied.
       wait_counter(watch, p.h_ready + tile + p.lead_tiles, kConsumerWarps * p.columns.gate_up, kWaitSlot, tile);
+      // The slot's previous occupant comes earlier in the order, but tiles do not end in the order they began in.
+      if (p.lead_tiles < p.ring_tiles && tile + p.ring_tiles < tiles)
+        wait_counter(watch, p.h_ready + tile + p.ring_tiles, kConsumerWarps * p.columns.gate_up, kWaitSlot, tile);
       ptx::fence_proxy_async();
     }
     __syncwarp();

@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(256) prologue_kernel(uint4* x_dst, const uint4
     } else {
       ids_dst[i] = static_cast<const int32_t*>(ids)[i];
     }
-    weight_dst[i] = bf16_weight ? __bfloat162float(static_cast<const __nv_bfloat16*>(weight)[i]) : static_cast<const float*>(weight)[i];
+    if (weight_dst != weight)
+      weight_dst[i] = bf16_weight ? __bfloat162float(static_cast<const __nv_bfloat16*>(weight)[i]) : static_cast<const float*>(weight)[i];
   }
   if (x_dst == x) return;
   for (int64_t i = thread; i < pieces; i += threads) x_dst[i] = x[i];

@@ -25,6 +25,8 @@ int64_t segment_bytes(int64_t ranks, int64_t max_tokens, int64_t top_k, int64_t 
 }
 
 int64_t open_order() {
+  STD_TORCH_CHECK(cudaEventCreateWithFlags != nullptr, "CUDA's runtime library (libcudart.so.13) is not loaded in this process: the kernel takes it from a"
+                  " torch that brings it");
   return reinterpret_cast<int64_t>(new CallOrder);
 }
 void close_order(int64_t order) {

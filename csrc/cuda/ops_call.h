@@ -33,6 +33,7 @@ namespace mok::cuda {
 using torch::stable::Tensor;
 
 inline void check(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) cudaGetLastError();  // reported here; torch's next check is not to find it again
   STD_TORCH_CHECK(status == cudaSuccess, "mok: ", what, ": ", cudaGetErrorString(status));
 }
 
@@ -80,22 +81,22 @@ class CallOrder {
   ~CallOrder() {
     for (Last* last : {&eager_, &captured_}) cudaEventDestroy(last->event);
   }
-  void enter(cudaStream_t stream) {
+  struct Last {
+    cudaEvent_t event = nullptr;
+    bool used = false;
+  };
+  // Returns what leave() takes.
+  Last* enter(cudaStream_t stream) {
     Last& last = last_of(stream);
-    if (last.used && last.stream != stream) check(cudaStreamWaitEvent(stream, last.event, 0), "cudaStreamWaitEvent");
+    if (last.used) check(cudaStreamWaitEvent(stream, last.event, 0), "cudaStreamWaitEvent");
+    return &last;
   }
-  void leave(cudaStream_t stream) {
-    Last& last = last_of(stream);
-    last.used = cudaEventRecord(last.event, stream) == cudaSuccess || (cudaGetLastError(), false);
-    last.stream = stream;
+  static void leave(Last* last, cudaStream_t stream) noexcept {
+    last->used = cudaEventRecord(last->event, stream) == cudaSuccess;
+    if (!last->used) cudaGetLastError();
   }
 
  private:
-  struct Last {
-    cudaEvent_t event = nullptr;
-    cudaStream_t stream = nullptr;
-    bool used = false;
-  };
   Last& last_of(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long capture = 0;
@@ -108,11 +109,13 @@ class CallOrder {
   unsigned long long capture_ = 0;
 };
 
-// What pinned host memory holds a workspace's failures: the kernels' record, and whether a peer set this rank's abort word.
+// What pinned host memory holds of a workspace's failures: the kernels' record, whether a peer set this rank's abort word (the device copies it
+// here), and whether this process was told on the host.
 struct Failure {
   MokTimeoutRecord record;
   uint32_t unused[2];
   uint32_t told;
+  uint32_t told_on_host;
 };
 
 // The workspace (workspace.py): int64 [7 + 2R]: rank, ranks, Nmax, timeout in ns, every rank's control segment and data segment, then the
@@ -147,7 +150,7 @@ struct Workspace {
       const bool barrier = record.phase >= kForwardBegin;  // only there the wait is for a rank
       text = "MoKTimeout origin=" + std::to_string(rank) + " waited=" + std::to_string(barrier ? record.waiting_for : rank) + " phase=#" +
              std::to_string(record.phase);
-    } else if (__atomic_load_n(&failure->told, __ATOMIC_RELAXED) != 0) {
+    } else if (__atomic_load_n(&failure->told, __ATOMIC_RELAXED) != 0 || __atomic_load_n(&failure->told_on_host, __ATOMIC_RELAXED) != 0) {
       text = "MoKTimeout origin=-1 waited=-1 phase=told by a peer";
     }
     if (!text.empty()) throw std::runtime_error(text);
@@ -171,10 +174,10 @@ class Call {
     STD_TORCH_CHECK(major == 9 && minor == 0, "this kernel is built for compute capability 9.0 (H100, H200); the tensors are on a device of ", major,
                     ".", minor);
     workspace.raise_failure();
-    workspace.order->enter(stream);
+    last_ = workspace.order->enter(stream);
   }
   Call(const Call&) = delete;
-  ~Call() { workspace.order->leave(stream); }
+  ~Call() { CallOrder::leave(last_, stream); }
 
   // All ranks have come this far. Nothing to wait for with one.
   void barrier(int phase) const {
@@ -198,6 +201,7 @@ class Call {
 
  private:
   torch::stable::accelerator::DeviceGuard guard_;
+  CallOrder::Last* last_ = nullptr;
 };
 
 }  // namespace mok::cuda

@@ -69,6 +69,12 @@ MOK_HD Lag choose_lag(int minibatch, int ring) {
   return {1, 0};
 }
 
+// Row tiles by which dispatch may run ahead of gate+up (0 wanted: 48, at least three minibatches). Gate+up of a tile waits for its whole minibatch
+// and the one before, so dispatch must be allowed that far.
+MOK_HD int dispatch_lead(int wanted, int minibatch, int ring) {
+  return min_of(max_of(wanted > 0 ? wanted : max_of(48, 3 * minibatch), 2 * minibatch + 1), ring);
+}
+
 // First task of a minibatch's gate+up and down, from the tasks of all earlier minibatches' gate+up and down.
 struct TaskOrder {
   int shared_gate_up, shared_down, lag, minibatches;

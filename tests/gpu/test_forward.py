@@ -105,6 +105,7 @@ def test_bits_do_not_depend_on_settings(lib):
         dict(ring_tiles=3),
         dict(ring_tiles=9),
         dict(lead_tiles=1, minibatch_tiles=2),
+        dict(lead_tiles=1, minibatch_tiles=2, ring_tiles=6),
         dict(sm_limit=8),
         dict(store_gate_up=False),
     ):

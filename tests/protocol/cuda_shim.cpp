@@ -15,6 +15,8 @@ void cuda_lag(int minibatch, int ring, int* out) {
   out[0] = lag.minibatch, out[1] = lag.lag;
 }
 
+int cuda_lead(int wanted, int minibatch, int ring) { return dispatch_lead(wanted, minibatch, ring); }
+
 int cuda_tasks_of(int pairs, int singles, int columns) { return tasks_of(pairs, singles, columns); }
 int cuda_position(int pairs, int singles, int column, int pairs_before, int singles_before) {
   return task_position(pairs, singles, column, pairs_before, singles_before);

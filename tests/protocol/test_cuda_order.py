@@ -2,7 +2,7 @@
 
 Clusters take compute tasks, and one warp in each CTA takes dispatch tickets; one cluster and one warp are the strictest
 case. The waits are those that csrc/cuda/tasks.cuh states: gate+up(t) needs x of t and down of t + ring, down(t) needs
-gate+up(t), dispatch(t) needs gate+up(t + ring).
+gate+up(t), dispatch(t) needs gate+up(t + ring) and gate+up(t + lead).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def task_order(cuda, expert_tiles, minibatch, ring, columns, shared_tiles):
     return [order[i] for i in range(len(order))]
 
 
-def check_progress(order, tiles, ring):
+def check_progress(order, tiles, ring, lead=None):
     graph = TopologicalSorter()
     producers = defaultdict(list)
     for i, (kind, held, _) in enumerate(order):
@@ -102,7 +102,8 @@ def check_progress(order, tiles, ring):
         graph.add(i, *needs)
     for tile in range(tiles):
         later = [("dispatch", tile + 1)] if tile + 1 < tiles else []
-        graph.add(("dispatch", tile), *later, *producers[GATE_UP, tile + ring])
+        ahead = producers[GATE_UP, tile + (ring if lead is None else lead)]
+        graph.add(("dispatch", tile), *later, *producers[GATE_UP, tile + ring], *ahead)
     try:
         graph.prepare()
     except CycleError as error:
@@ -132,7 +133,12 @@ def test_the_order_names_every_task_once_and_makes_progress(cuda, shape):
     counts = {GATE_UP: tiles, DOWN: tiles, SHARED_GATE_UP: shared_tiles, SHARED_DOWN: shared_tiles}
     expected = {(kind, t, c) for kind, n in counts.items() for t in range(n) for c in range(columns[kind])}
     assert set(covered) == expected and set(covered.values()) <= {1}
-    check_progress(order, tiles, ring)
+    chosen = (ctypes.c_int * 2)()
+    cuda.cuda_lag(minibatch, ring, chosen)
+    for wanted in (0, 1, 5):
+        lead = cuda.cuda_lead(wanted, chosen[0], ring)
+        assert 1 <= lead <= ring
+        check_progress(order, tiles, ring, lead)
 
 
 def test_a_ring_too_small_for_the_lag_is_noticed(cuda):

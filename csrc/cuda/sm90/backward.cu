@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     pull_head(p, blockIdx.x % (gridDim.x / kRanks), gridDim.x / kRanks);
     compute_backward_tiles(p, smem, warp / 4 - 1);
   }
-  ptx::cluster_sync();  // no CTA leaves while the other may still signal its barriers
+  leave_together(p.limits);
 }
 
 namespace {

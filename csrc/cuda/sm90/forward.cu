@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
     if (p.dispatches()) dispatch_head(p, blockIdx.x % (gridDim.x / kRanks), gridDim.x / kRanks);
     compute_tiles(p, smem, warp / 4 - 1);
   }
-  ptx::cluster_sync();  // no CTA leaves while the other may still signal its barriers
+  leave_together(p.limits);
 }
 
 namespace {
@@ -124,9 +124,7 @@ cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
   p.tokens = a.tokens, p.topk = a.topk, p.hidden = a.hidden, p.inter = a.inter;
   p.shared_inter = a.shared_inter, p.ring_tiles = a.ring_tiles, p.ladder = a.ladder, p.store_gate_up = a.store_gate_up, p.swiglu_limit = a.swiglu_limit;
   const Lag lag = lag_of(a);
-  // Gate+up of a tile waits for its whole minibatch and the one before, so dispatch must be allowed that far.
-  p.lead_tiles = max_of(a.lead_tiles > 0 ? a.lead_tiles : max_of(48, 3 * lag.minibatch), 2 * lag.minibatch + 1);
-  p.lead_tiles = min_of(p.lead_tiles, a.ring_tiles);
+  p.lead_tiles = dispatch_lead(a.lead_tiles, lag.minibatch, a.ring_tiles);
   p.head_tiles = a.ladder == kMokWhole && a.shared_inter == 0 ? min_of(kHeadTiles, p.lead_tiles) : 0;
   choose_copies(a.hidden, p);
   return cudaSuccess;

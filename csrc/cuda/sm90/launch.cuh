@@ -26,6 +26,13 @@ __device__ __forceinline__ void prepare_barriers(uint32_t smem) {
   ptx::cluster_sync();
 }
 
+// Copies that a role has started may still land in shared memory when others leave early; nothing of the next kernel may lie there by then.
+__device__ __forceinline__ void leave_together(const Limits& limits) {
+  if (ptx::ld_relaxed_sys(limits.abort_word) != 0) __nanosleep(1000000);
+  __syncwarp();
+  ptx::cluster_sync();  // no CTA leaves while the other may still signal its barriers
+}
+
 // A row travels in pieces of at most 7 KB.
 template <class Params>
 void choose_copies(int hidden, Params& p) {
@@ -37,7 +44,7 @@ void choose_copies(int hidden, Params& p) {
 
 // Clusters of two of this kernel that the device holds at once. Asked for once a device: the question takes longer than a launch.
 template <class Kernel>
-cudaError_t device_clusters(Kernel kernel, int* clusters) {
+static cudaError_t device_clusters(Kernel kernel, int* clusters) {
   constexpr int kDevices = 64;
   static std::atomic<int> known[kDevices];  // of this kernel: each has parameters of a type of its own
   int device = 0;

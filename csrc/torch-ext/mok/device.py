@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mok")
 
 _CONTROL_BYTES = 4096  # barrier pad, epoch and abort word of a rank
-_TOLD = 8  # of the int32 words of the record: Failure in csrc/cuda/ops_call.h
+_TOLD = 9  # told_on_host among the int32 words of Failure, csrc/cuda/ops_call.h
 _POLL_S = 0.2
 # Never freed: what is under way on the device may write its record after the workspace is gone.
 _failures: list[torch.Tensor] = []
