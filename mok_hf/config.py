@@ -57,13 +57,13 @@ class MoKConfig:
             raise ValueError(f"max_tokens_per_rank={tokens!r} must be an integer >= 1, or None to exchange counts.")
         if self.precision is not None and self.precision not in PRECISIONS:
             raise ValueError(f"precision={self.precision!r} is not one of {', '.join(PRECISIONS)}.")
-        if self.timeout_s is not None and not self.timeout_s > 0:
+        if self.timeout_s is not None and not 0 < self.timeout_s < 1e9:
             raise ValueError(f"timeout_s={self.timeout_s!r} must be a number of seconds > 0, or None for the default.")
 
     def kernel_keywords(self) -> dict[str, Any]:
         """The fields that are set, as keywords of the kernel's ``moe`` function."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if value not in (None, "auto")}
 
 
 def _is_int(value: object) -> bool:

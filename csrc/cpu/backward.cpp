@@ -337,17 +337,13 @@ void backward(const Group& group, const BackwardCall<T>& call) {
   const Shape& shape = call.shape;
   const Layout layout = make_layout(group.max_tokens, shape.top_k, shape.hidden, sizeof(T));
   const int64_t hidden = shape.hidden, top_k = shape.top_k, threads = call.settings.compute_threads;
-  // X is shared by all layers: whoever replays needs this layer's again.
-  bool anyone_replays = false;
-  for (int64_t r = 0; r < group.ranks; ++r) {
-    anyone_replays = anyone_replays || call.schedule.tiles_of_rank[r] > call.settings.ring;
-  }
   if (group.ranks > 1) {
     char* data = group.data[group.rank];
     parallel_for(threads, shape.tokens, [&](int64_t token) {
       const int64_t row = token * hidden;
       std::memcpy(data + layout.dy + row * sizeof(T), call.dout + row, hidden * sizeof(T));
-      if (anyone_replays) std::memcpy(data + layout.x + row * sizeof(T), call.x + row, hidden * sizeof(T));
+      // X is shared by all layers, and a rank with a smaller ring than this one may replay.
+      std::memcpy(data + layout.x + row * sizeof(T), call.x + row, hidden * sizeof(T));
       std::memcpy(data + layout.weight + token * top_k * sizeof(float), call.route_weights + token * top_k,
                   top_k * sizeof(float));
     });

@@ -27,7 +27,6 @@ struct Schedule {
   const int64_t* table;           // packed source of each row, or kPaddingRow
   const int64_t* prefix;          // [L + 1] first row tile of each local expert
   const int64_t* rows;            // [L] rows of each local expert
-  const int64_t* tiles_of_rank;   // [R] row tiles of every rank
   int64_t tiles() const { return prefix_end; }
   int64_t prefix_end;             // prefix[L]
 };
@@ -93,8 +92,8 @@ struct BackwardCall {
   float* d_shared_scale;      // [N]
 };
 
-// Builds the schedule from every rank's ids. table has room for capacity rows; plan is prefix, rows and tiles_of_rank
-// one after the other: [L + 1 + L + R].
+// Builds the schedule from every rank's ids. table has room for capacity rows; plan is prefix and rows, one after the
+// other: [2L + 1].
 void build_schedule(const Group& group, const int32_t* ids, int64_t tokens, int64_t top_k, int64_t hidden,
                     int64_t element, int64_t experts, int64_t* table, int64_t capacity, int64_t* plan);
 

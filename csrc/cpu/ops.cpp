@@ -37,6 +37,7 @@ std::string phase_name(Phase phase) {
     case Phase::kForwardTasks: return "forward, tasks of this rank";
     case Phase::kBackwardTasks: return "backward, tasks of this rank";
     case Phase::kRefused: return "refused its input";
+    case Phase::kOutOfStep: return "out of step";
     case Phase::kOther: break;
   }
   return "unknown";
@@ -96,7 +97,7 @@ Shape shape_of(const Tensor& x, const Tensor& ids, const Tensor& gate_up, const 
 }
 Schedule schedule_of(const Tensor& table, const Tensor& plan, int64_t experts) {
   const int64_t* words = data_of<int64_t>(plan);
-  return {data_of<int64_t>(table), words, words + experts + 1, words + 2 * experts + 1, words[experts]};
+  return {data_of<int64_t>(table), words, words + experts + 1, words[experts]};
 }
 Settings settings_of(int64_t ring_rows, int64_t minibatch_rows, int64_t comm_threads) {
   const int64_t ring = ring_rows / kTileRows;
@@ -162,16 +163,15 @@ int64_t workspace_bytes(int64_t max_tokens, int64_t top_k, int64_t hidden, int64
   return make_layout(max_tokens, top_k, hidden, element).bytes;
 }
 
-// ids int32 [N, K], -1 for a masked route -> table int64 [capacity], plan int64 [2L + 1 + R].
+// ids int32 [N, K], -1 for a masked route -> table int64 [capacity], plan int64 [2L + 1].
 std::tuple<Tensor, Tensor> schedule(Tensor workspace, Tensor ids, int64_t experts, int64_t hidden, int64_t element,
-                                    int64_t capacity, int64_t ranks) {
+                                    int64_t capacity) {
   return bounded([&] {
     const Group group = group_of(workspace);
     const int64_t top_k = ids.size(1);
     STD_TORCH_CHECK(ids.size(0) <= group.max_tokens && ids.scalar_type() == ScalarType::Int, "ids do not fit");
-    STD_TORCH_CHECK(ranks == group.ranks && capacity >= 0, "not this workspace's schedule");
     Tensor table = empty_of(ids, {capacity}, ScalarType::Long);
-    Tensor plan = empty_of(ids, {2 * experts + 1 + ranks}, ScalarType::Long);
+    Tensor plan = empty_of(ids, {2 * experts + 1}, ScalarType::Long);
     build_schedule(group, data_of<int32_t>(ids), ids.size(0), top_k, hidden, element, experts,
                    data_of<int64_t>(table), capacity, data_of<int64_t>(plan));
     return std::make_tuple(table, plan);
@@ -265,7 +265,7 @@ STABLE_TORCH_LIBRARY(MOK_NAMESPACE, m) {
   m.def("table_rows(int ranks, int max_tokens, int top_k, int experts) -> int");
   m.def("workspace_bytes(int max_tokens, int top_k, int hidden, int element) -> int");
   m.def(
-      "schedule(Tensor workspace, Tensor ids, int experts, int hidden, int element, int capacity, int ranks)"
+      "schedule(Tensor workspace, Tensor ids, int experts, int hidden, int element, int capacity)"
       " -> (Tensor, Tensor)");
   m.def(
       "forward(Tensor workspace, Tensor? table, Tensor? plan, Tensor x, Tensor ids, Tensor route_weights,"

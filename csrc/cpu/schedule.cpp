@@ -17,29 +17,26 @@ void build_schedule(const Group& group, const int32_t* ids, int64_t tokens, int6
   group.own().tokens[bank].store(tokens, std::memory_order_relaxed);
   group.barrier(Phase::kSchedule);
 
-  // One pass over all routes counts them per (rank, expert): every rank's totals follow, ours and the others'.
-  const int64_t all = experts * group.ranks;
-  std::vector<int64_t> counts(group.ranks * all, 0), routes(group.ranks);
+  // One pass over all routes counts them by source rank and local expert.
+  const auto local = [&](int64_t rank, int64_t route) {
+    const int64_t e = ids_of(rank)[route] - group.rank * experts;
+    return e >= 0 && e < experts ? e : -1;
+  };
+  std::vector<int64_t> counts(group.ranks * experts, 0), routes(group.ranks);
   for (int64_t r = 0; r < group.ranks; ++r) {
     routes[r] = group.control[r]->tokens[bank].load(std::memory_order_relaxed) * top_k;
     for (int64_t j = 0; j < routes[r]; ++j) {
-      const int32_t expert = ids_of(r)[j];
-      if (expert >= 0) ++counts[r * all + expert];
+      const int64_t e = local(r, j);
+      if (e >= 0) ++counts[r * experts + e];
     }
   }
   int64_t* prefix = plan;
   int64_t* rows = plan + experts + 1;
-  int64_t* tiles_of_rank = rows + experts;
-  for (int64_t owner = 0; owner < group.ranks; ++owner) {
-    int64_t tiles = 0;
-    for (int64_t e = 0; e < experts; ++e) {
-      int64_t sum = 0;
-      for (int64_t r = 0; r < group.ranks; ++r) sum += counts[r * all + owner * experts + e];
-      if (owner == group.rank) prefix[e] = tiles, rows[e] = sum;
-      tiles += ceil_div(sum, kTileRows);
-    }
-    if (owner == group.rank) prefix[experts] = tiles;
-    tiles_of_rank[owner] = tiles;
+  prefix[0] = 0;
+  for (int64_t e = 0; e < experts; ++e) {
+    rows[e] = 0;
+    for (int64_t r = 0; r < group.ranks; ++r) rows[e] += counts[r * experts + e];
+    prefix[e + 1] = prefix[e] + ceil_div(rows[e], kTileRows);
   }
 
   const int64_t used = prefix[experts] * kTileRows;
@@ -49,9 +46,9 @@ void build_schedule(const Group& group, const int32_t* ids, int64_t tokens, int6
   for (int64_t r = 0; r < group.ranks; ++r) {
     std::fill(seen.begin(), seen.end(), 0);
     for (int64_t j = 0; j < routes[r]; ++j) {
-      const int64_t e = ids_of(r)[j] - group.rank * experts;
-      if (e < 0 || e >= experts) continue;
-      const int64_t row = row_in_expert(seen[e]++, r, &counts[group.rank * experts + e], group.ranks, all);
+      const int64_t e = local(r, j);
+      if (e < 0) continue;
+      const int64_t row = row_in_expert(seen[e]++, r, &counts[e], group.ranks, experts);
       table[prefix[e] * kTileRows + row] = pack_row(r, j);
     }
   }

@@ -23,6 +23,7 @@ enum class Phase : int32_t {
   kForwardTasks,
   kBackwardTasks,
   kRefused,
+  kOutOfStep,
   kOther = 1000,  // and above: waits of another device, by its own numbers
 };
 
@@ -38,12 +39,12 @@ struct Expired : std::exception {
 // The control page of a rank, in memory that every rank of the group maps. Zeroed before first use.
 struct Control {
   std::atomic<uint32_t> epoch;                // barriers this rank has entered
-  std::atomic<uint32_t> arrived[kMaxRanks];   // arrived[r]: the epoch that rank r reached, written by rank r
+  std::atomic<uint64_t> arrived[kMaxRanks];   // arrived[r]: the phase and epoch that rank r reached, written by rank r
   std::atomic<int64_t> abort;                 // 0, or what expired first: origin, waited and phase, packed
   std::atomic<int64_t> tokens[2];             // tokens of this rank, banked by epoch
   std::atomic<int64_t> wants_dx[2];           // whether this rank's x has a gradient, banked by epoch
 };
-static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<int64_t>::is_always_lock_free,
+static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free,
               "the control page is shared between processes");
 constexpr int64_t kControlBytes = 4096;
 static_assert(sizeof(Control) <= kControlBytes, "one page a rank");
@@ -119,15 +120,19 @@ struct Group {
     check();
     const uint32_t epoch = own().epoch.load(std::memory_order_relaxed) + 1;
     own().epoch.store(epoch, std::memory_order_relaxed);
-    for (int64_t r = 0; r < ranks; ++r) control[r]->arrived[rank].store(epoch, std::memory_order_release);
+    const uint64_t mine = static_cast<uint64_t>(phase) << 32 | epoch;
+    for (int64_t r = 0; r < ranks; ++r) control[r]->arrived[rank].store(mine, std::memory_order_release);
     const Deadline deadline(timeout_ns);
     for (int64_t r = 0; r < ranks; ++r) {
       Backoff backoff;
-      while (static_cast<int32_t>(own().arrived[r].load(std::memory_order_acquire) - epoch) < 0) {
+      uint64_t theirs;
+      while (static_cast<int32_t>(static_cast<uint32_t>(theirs = own().arrived[r].load(std::memory_order_acquire)) - epoch) < 0) {
         check();
         if (deadline.passed()) expire(r, phase);
         backoff.pause();
       }
+      // A rank that failed in one layer and went on to the next meets the others at another barrier than theirs.
+      if (static_cast<uint32_t>(theirs) == epoch && theirs != mine) expire(r, Phase::kOutOfStep);
     }
   }
 };

@@ -168,7 +168,7 @@ def test_two_calls_in_flight(order: tuple[int, int], macrobatch: int) -> None:
         assert_equal({n: leaf.grad for n, leaf in leaves[i].items()}, {n: alone[i][n] for n in leaves[i]})
 
 
-def on_rank(problem: Problem, rank: int, own: Any, run: Any) -> tuple:
+def on_rank(problem: Problem, rank: int, own: Any, run: Any, **settings: Any) -> tuple:
     """Leaves and output of one of two ranks; run(layer, *tensors) calls the layer."""
     first = problem.tokens[0]
     rows, half = (slice(0, first), slice(first, None))[rank], problem.experts // 2
@@ -178,7 +178,7 @@ def on_rank(problem: Problem, rank: int, own: Any, run: Any) -> tuple:
 
     def layer(*tensors: torch.Tensor) -> torch.Tensor:
         args, keywords = problem.arguments(dict(zip(leaves, tensors, strict=True)), problem.ids[rows])
-        return load().moe(*args, **keywords, workspace=own)
+        return load().moe(*args, **keywords, workspace=own, **settings)
 
     return leaves, run(layer, *leaves.values()), problem.dout[rows]
 
@@ -191,6 +191,7 @@ def test_forwards_of_other_sizes_before_the_backward(checkpointed: bool) -> None
     """
     shapes = (dict(tokens=[40, 60], hidden=512), dict(tokens=[900, 700], hidden=64), dict(tokens=[60, 40]))
     problems = [Problem(**shape, seed=seed) for seed, shape in enumerate(shapes)]
+    problems.append(Problem([40, 500], seed=9, hidden=512))  # rank 0 has as many as in the first, the group has not
     alone = [p.results(2) for p in problems]
     group = load().VirtualGroup(2)
 
@@ -213,7 +214,7 @@ def test_forwards_of_other_sizes_before_the_backward(checkpointed: bool) -> None
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("macrobatch", [128, 1 << 20])
 def test_checkpointing(reentrant: bool, macrobatch: int) -> None:
-    """The recomputed forward agrees on nothing new with the other ranks, and its gradients have the same bits."""
+    """The recomputed forward has the sizes of the first one, and its gradients have the same bits."""
     mok, problem = load(), Problem([51, 200])
     plain, group = problem.results(2), mok.VirtualGroup(2)
 
@@ -278,3 +279,98 @@ def test_ring_bounds_what_is_saved() -> None:
     schedule = kept(macrobatch_size=rows) - row * rows
     assert 0 < schedule < 0.1 * row * rows
     assert kept(macrobatch_size=rows // 4) == row * rows // 4 + schedule
+
+
+def test_ranks_with_rings_of_their_own() -> None:
+    """Two layers on one workspace, rank 0 with the smallest ring: it replays what the other rank's ring holds."""
+    problems = [Problem([300, 200], seed=1), Problem([300, 200], seed=2)]
+    alone = [p.results(2) for p in problems]
+    group = load().VirtualGroup(2)
+
+    def rank_step(rank: int):
+        own, size = workspace(group, rank), {"macrobatch_size": ring(128) if rank == 0 else 1 << 14}
+        calls = [on_rank(p, rank, own, lambda layer, *tensors: layer(*tensors), **size) for p in problems]
+        for _, out, dout in reversed(calls):
+            out.backward(dout)
+        return [{n: leaf.grad for n, leaf in leaves.items()} for leaves, _, _ in calls]
+
+    for rank, results in enumerate(in_ranks(2, rank_step)):
+        for got, want in zip(results, alone, strict=True):
+            assert_equal(got, {n: want[rank][n] for n in got})
+
+
+def test_training_after_inference_mode() -> None:
+    """What a first evaluation made is there for the training after it."""
+    problem, group = Problem([30, 20]), load().VirtualGroup(2)
+    alone = problem.results(2)
+
+    def rank_step(rank: int):
+        own = workspace(group, rank)
+        with torch.inference_mode():
+            on_rank(problem, rank, own, lambda layer, *tensors: layer(*(t.detach() for t in tensors)))
+        leaves, out, dout = on_rank(problem, rank, own, lambda layer, *tensors: layer(*tensors))
+        out.backward(dout)
+        return {n: leaf.grad for n, leaf in leaves.items()}
+
+    for rank, got in enumerate(in_ranks(2, rank_step)):
+        assert_equal(got, {n: alone[rank][n] for n in got})
+
+
+def test_a_closed_workspace_is_refused_also_when_it_was_opened_again() -> None:
+    wide, narrow, own = Problem([50], hidden=1024), Problem([50], hidden=64), workspace()
+    leaves = leaves_of(wide)
+    args, keywords = wide.arguments(leaves, wide.ids)
+    out = load().moe(*args, **keywords, workspace=own)
+    own.close()
+    args, keywords = narrow.arguments(leaves_of(narrow), narrow.ids)
+    load().moe(*args, **keywords, workspace=own)
+    with pytest.raises(RuntimeError, match="this workspace was closed"):
+        out.backward(wide.dout)
+
+
+def test_out_of_memory_leaves_a_workspace_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `find_executable_batch_size` has it: too large, caught, half the batch."""
+    small, large, own = Problem([40]), Problem([900]), workspace()
+    alone = small.step(1)
+
+    def step(problem: Problem):
+        leaves = leaves_of(problem)
+        args, keywords = problem.arguments(leaves, problem.ids)
+        out = load().moe(*args, **keywords, workspace=own)
+        out.backward(problem.dout)
+        return {n: leaf.grad for n, leaf in leaves.items()}
+
+    allocate = "empty" if backend().device == "cpu" else "zeros"
+    original = getattr(torch, allocate)
+
+    def fails(*args: Any, **keywords: Any) -> torch.Tensor:
+        if keywords.get("dtype") is torch.uint8 and args[0] > 1 << 12:
+            raise RuntimeError("out of memory")
+        return original(*args, **keywords)
+
+    monkeypatch.setattr(torch, allocate, fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step(large)
+    monkeypatch.undo()
+    got = step(small)
+    assert_equal(got, {n: alone[n] for n in got})
+
+
+def test_a_rank_that_fails_and_goes_on_is_noticed() -> None:
+    """Rank 1 leaves out a layer: the ranks meet at different points of the next one, and both say so."""
+    problem, group = Problem([30, 20]), load().VirtualGroup(2)
+
+    def rank_step(rank: int) -> str:
+        own = workspace(group, rank)
+        run = lambda layer, *tensors: layer(*tensors)  # noqa: E731
+        on_rank(problem, rank, own, run)
+        try:
+            if rank == 1:  # has agreed on counts, as every layer begins, and goes no further
+                own.handle(20, problem.top_k, problem.hidden, problem.dtype, None)
+            for _ in range(2):
+                on_rank(problem, rank, own, run)
+        except load().MoKTimeoutError as error:
+            return str(error)
+        return "nothing was noticed"
+
+    assert all("different points" in text for text in in_ranks(2, rank_step)), "both ranks raise"

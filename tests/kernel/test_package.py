@@ -87,8 +87,8 @@ def test_opcheck() -> None:
     handle = workspace.handle(40, 3, problem.hidden, torch.float32, None)
     ids = problem.ids.to(torch.int32)
     capacity = ops.table_rows(1, int(handle[2]), 3, 4)
-    torch.library.opcheck(ops.schedule.default, (handle, ids, 4, problem.hidden, 4, capacity, 1), test_utils=CHECKS)
-    table, plan = ops.schedule(handle, ids, 4, problem.hidden, 4, capacity, 1)
+    torch.library.opcheck(ops.schedule.default, (handle, ids, 4, problem.hidden, 4, capacity), test_utils=CHECKS)
+    table, plan = ops.schedule(handle, ids, 4, problem.hidden, 4, capacity)
     p = {n: t.clone().requires_grad_() for n, t in problem.parts.items()}
     shared = (p["shared_gate"], p["shared_up"], p["shared_down"], p["scale"])
     arguments = (

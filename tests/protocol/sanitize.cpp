@@ -130,7 +130,7 @@ class RankCall {
       : group_(group), in_(in), limit_(limit), settings_(settings) {
     const Shape& s = in.shape;
     const int64_t capacity = mok::most_tiles(group.ranks * group.max_tokens * s.top_k, s.experts) * kTileRows;
-    table_.resize(capacity), plan_.resize(2 * s.experts + 1 + group.ranks);
+    table_.resize(capacity), plan_.resize(2 * s.experts + 1);
     build_schedule(group, in.ids.data(), s.tokens, s.top_k, s.hidden, sizeof(T), s.experts, table_.data(), capacity,
                    plan_.data());
     ring_x_ = poisoned(settings.ring * kTileRows * s.hidden);
@@ -185,7 +185,7 @@ class RankCall {
     const int64_t experts = in_.shape.experts, *words = plan_.data();
     Call call{};
     call.shape = in_.shape, call.settings = settings_, call.clamp = {limit_};
-    call.schedule = {table_.data(), words, words + experts + 1, words + 2 * experts + 1, words[experts]};
+    call.schedule = {table_.data(), words, words + experts + 1, words[experts]};
     call.weights = {in_.gate_up.data(), in_.down.data(), in_.shared_gate.data(), in_.shared_up.data(),
                     in_.shared_down.data()};
     call.x = in_.x.data(), call.ids = in_.ids.data(), call.route_weights = in_.weights.data();

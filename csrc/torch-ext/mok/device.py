@@ -60,14 +60,19 @@ class DeviceSide:
         self, group: dist.ProcessGroup | VirtualGroup | None, device: torch.device, rank: int, size: int
     ) -> None:
         self.group, self.device, self.rank, self.size = group, device, rank, size
-        self.words = Words("q", [0] * (7 + 2 * size))
-        self.view = torch.frombuffer(self.words, dtype=torch.int64)
+        self.renew()
         self._kept: list[torch.Tensor] = []
         self._control: list[torch.Tensor] = []
         self._data: list[torch.Tensor] = []
         self._failure: torch.Tensor | None = None
         self._order = 0
         self._num_bytes = 0
+
+    def renew(self) -> None:
+        """New words, for calls from here on."""
+        self.words = Words("q", [0] * (7 + 2 * self.size))
+        with torch.inference_mode(False):
+            self.view = torch.frombuffer(self.words, dtype=torch.int64)
 
     @property
     def opened(self) -> bool:
@@ -78,7 +83,9 @@ class DeviceSide:
         self._refuse_capture()
         self._control = self._allocate("control", _CONTROL_BYTES)
         self._data = self._control
-        self._failure = torch.zeros(64, dtype=torch.uint8).pin_memory()  # the device writes it, the host polls it
+        self._failure = torch.zeros(
+            64, dtype=torch.uint8, device="cpu"
+        ).pin_memory()  # the device writes it, the host polls it
         _failures.append(self._failure)
         with torch.cuda.device(self.device):  # its events are this device's
             self._order = ops.open_order()
@@ -91,9 +98,8 @@ class DeviceSide:
         num_bytes = max(ops.segment_bytes(self.size, capacity, top_k, hidden) for top_k, hidden, _ in widths)
         if num_bytes > self._num_bytes:
             self._refuse_capture()
-            self._kept += self._data
-            self._data = self._allocate("data", num_bytes)
-            self._num_bytes = num_bytes
+            data = self._allocate("data", num_bytes)
+            self._kept, self._data, self._num_bytes = self._kept + self._data, data, num_bytes
 
     def refresh(self, capacity: int, timeout_s: float) -> None:
         """Writes the present state into `words`."""

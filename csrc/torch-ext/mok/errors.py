@@ -46,7 +46,12 @@ class MoKTimeoutError(RuntimeError):
         if reporter is None:
             text = "another EP rank gave up waiting and said so; its own error says for whom."
         elif phase == "refused its input":
-            text = f"EP rank {reporter} refused its input and left the layer; its own error says why."
+            text = f"EP rank {reporter} refused its input or failed, and left the layer; its own error says why."
+        elif phase == "out of step":
+            text = (
+                f"EP ranks {reporter} and {rank} are at different points: one of them failed in an earlier layer and"
+                " went on, or they run other layers in another order."
+            )
         elif rank == reporter:
             text = f"EP rank {reporter} made no progress for {timeout_s:g} s ({phase})."
         else:
@@ -55,6 +60,10 @@ class MoKTimeoutError(RuntimeError):
                 " stopped, or runs another number of MoE layers than the others, or needs a larger timeout_s."
             )
         super().__init__(f"[EP rank {own_rank}] {text} The workspace can not be used any more.")
+        self._arguments = rank, reporter, number, timeout_s, own_rank
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), self._arguments
 
 
 @contextmanager

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ._ops import add_op_namespace_prefix, ops
 from .errors import timeouts
-from .workspace import Workspace
+from .workspace import Workspace, leaving
 
 TILE = 128  # rows of a row tile; minibatch and macrobatch sizes are multiples of it
 WIDTH_STEP = 64
@@ -76,13 +77,17 @@ def moe(
         MoKTimeoutError: a rank did not come within `timeout_s`; on CUDA raised by a later call, or by `mok.check`, and
             logged: the failed call's results are NaN.
     """
-    _check(x, top_k_index, top_k_weights, gate_up_proj, down_proj, shared, shared_scale, swiglu_limit, precision)
     device = x.device.type
-    if device != workspace.device.type:
-        raise ValueError(f"x is on {x.device} and the workspace is for {workspace.device}: make one for x's device.")
-    minibatch = _rows("minibatch_size", minibatch_size, TILE, _DEFAULT_MINIBATCH[device])
-    forward_comm = _comm("fwd_comm_sms", fwd_comm_sms, device)
-    backward_comm = _comm("bwd_comm_sms", bwd_comm_sms, device)
+    try:
+        _check(x, top_k_index, top_k_weights, gate_up_proj, down_proj, shared, shared_scale, swiglu_limit, precision)
+        if x.device != workspace.device:
+            raise ValueError(f"x is on {x.device} and the workspace for {workspace.device}: make one for x's device.")
+        minibatch = _rows("minibatch_size", minibatch_size, TILE, _DEFAULT_MINIBATCH[device])
+        forward_comm = _comm("fwd_comm_sms", fwd_comm_sms, device)
+        backward_comm = _comm("bwd_comm_sms", bwd_comm_sms, device)
+    except ValueError:
+        workspace.leave()  # the other ranks would wait for this one
+        raise
     if timeout_s is not None:
         workspace.timeout_s = timeout_s
     experts, top_k, hidden = gate_up_proj.shape[0], top_k_index.shape[1], x.shape[1]
@@ -96,7 +101,7 @@ def moe(
     )
     ids, table, plan = _routes(handle, top_k_index, workspace, experts, hidden, x.dtype)
     routes = workspace.size * workspace.most_tokens * top_k
-    run = _Layer.apply if save else ops.forward
+    run = _Layer.apply if save else _Layer.forward
     with timeouts(workspace.rank, workspace.timeout_s):
         return run(
             handle,
@@ -143,8 +148,7 @@ def schedule(
 
     Returns:
         table: int64, the source of each row: rank << 32 | route, or -1 for a padding row.
-        plan: int64 [2L + 1 + R]: the first row tile of each expert and the number of tiles, the rows of each expert,
-            the number of row tiles of each rank.
+        plan: int64 [2L + 1]: the first row tile of each expert and the number of tiles, the rows of each expert.
 
     Raises:
         ValueError: ids are on CUDA.
@@ -153,7 +157,7 @@ def schedule(
         raise ValueError("on CUDA the schedule is not a call of its own: moe builds it between its barriers.")
     capacity = ops.table_rows(workspace.size, workspace.most_tokens, ids.shape[1], experts)
     with timeouts(workspace.rank, workspace.timeout_s):
-        return ops.schedule(handle, ids, experts, hidden, dtype.itemsize, capacity, workspace.size)
+        return ops.schedule(handle, ids, experts, hidden, dtype.itemsize, capacity)
 
 
 def _balanced(routes: int, experts: int, device: str) -> int:
@@ -208,7 +212,7 @@ def _backward(ctx, dout, *_):
     handle, table, plan, *rest, schedule = ctx.saved_tensors
     table = schedule if table is None else table
     needs = sum(1 << bit for bit, i in enumerate(_WANTED) if ctx.needs_input_grad[i])
-    with timeouts(int(handle[0]), int(handle[3]) / 1e9):
+    with timeouts(int(handle[0]), int(handle[3]) / 1e9), leaving(handle):
         results = ops.backward(handle, table, plan, _ready(dout), *rest, *ctx.settings, needs)
     grads = list(no_grads)
     for bit, i in enumerate(_WANTED):
@@ -225,15 +229,16 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(*inputs):
-        return ops.forward(*inputs)
+        with leaving(inputs[0]):
+            return ops.forward(*inputs)
 
     setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_backward)
+    backward = staticmethod(once_differentiable(_backward))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("schedule"))
-def _(handle, ids, experts, hidden, element, capacity, ranks):
-    return ids.new_empty(capacity, dtype=torch.int64), ids.new_empty(2 * experts + 1 + ranks, dtype=torch.int64)
+def _(handle, ids, experts, hidden, element, capacity):
+    return ids.new_empty(capacity, dtype=torch.int64), ids.new_empty(2 * experts + 1, dtype=torch.int64)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("forward"))

@@ -7,6 +7,8 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _STORAGE_DEVICE = 6  # which argument of rebuild_cuda_tensor
+_T = TypeVar("_T")
 
 
 class SymmetricBuffer:
@@ -47,7 +50,7 @@ class SymmetricBuffer:
             self.segments = _cuda_segments(num_bytes, group, torch.device(device))
             return
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        fd = _create(num_bytes)
+        fd = _together(lambda: _create(num_bytes), num_bytes, group)
         try:
             mine = (machine(), os.getpid(), fd, num_bytes)
             everyone: list = [None] * size
@@ -89,16 +92,32 @@ class VirtualGroup:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._buffers: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self._buffers: dict[tuple[str, int, str], list[torch.Tensor]] = {}
         self._lock = threading.Lock()
 
     def buffer(self, name: str, num_bytes: int, device: str | torch.device = "cpu") -> list[torch.Tensor]:
         """The segments of all ranks; the same ones for whichever rank asks, first or later."""
-        key = (name, num_bytes)
+        key = (name, num_bytes, str(device))
         with self._lock:
             if key not in self._buffers:
                 self._buffers[key] = [_zeros(num_bytes, torch.device(device)) for _ in range(self.size)]
             return self._buffers[key]
+
+
+def _together(allocate: Callable[[], _T], num_bytes: int, group: dist.ProcessGroup) -> _T:
+    """What `allocate` returns; if it fails on a rank all raise, for the others would wait for that one."""
+    result = problem = None
+    try:
+        result = allocate()
+    except (OSError, RuntimeError) as error:
+        problem = f"EP rank {dist.get_rank(group)} has no memory for a buffer of {num_bytes} bytes: {error}"
+    problems: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    if any(problems):
+        if isinstance(result, int):
+            os.close(result)
+        raise RuntimeError("; ".join(p for p in problems if p))
+    return result
 
 
 def _check_sizes(sizes: list[int]) -> None:
@@ -142,7 +161,9 @@ def _symmetric_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.de
     before = os.environ.get(_NO_MULTICAST)
     os.environ[_NO_MULTICAST] = "1"
     try:
-        segment = _symmetric_memory.empty(max(num_bytes, 1), dtype=torch.uint8, device=device)
+        segment = _together(
+            lambda: _symmetric_memory.empty(max(num_bytes, 1), dtype=torch.uint8, device=device), num_bytes, group
+        )
         shared = _symmetric_memory.rendezvous(segment, group)
     finally:
         if before is None:
@@ -160,7 +181,7 @@ def _symmetric_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.de
 
 
 def _shared_gpu(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> list[torch.Tensor]:
-    segment = _zeros(num_bytes, device)
+    segment = _together(lambda: _zeros(num_bytes, device), num_bytes, group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     # torch counts the users of a segment: one share for each.
     shares = [None if r == rank else reduce_tensor(segment)[1] for r in range(size)]
@@ -182,8 +203,12 @@ def _create(num_bytes: int) -> int:
     name = f"/dev/shm/mok-{secrets.token_hex(16)}"
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     os.unlink(name)
-    # Reserves the pages: running out of shared memory is an error here, not a bus error in the kernel.
-    os.posix_fallocate(fd, 0, max(num_bytes, 1))
+    try:
+        # Reserves the pages: running out of shared memory is an error here, not a bus error in the kernel.
+        os.posix_fallocate(fd, 0, max(num_bytes, 1))
+    except OSError:
+        os.close(fd)
+        raise
     return fd
 
 

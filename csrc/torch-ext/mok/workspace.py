@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,6 @@ from .symmetric import SymmetricBuffer, VirtualGroup, machine
 
 _CONTROL_BYTES = 4096
 DEFAULT_TIMEOUT_S = 600.0
-_REMEMBERED = 4096  # token counts
 
 
 class Workspace:
@@ -61,14 +63,11 @@ class Workspace:
         self.most_tokens = 0
         self._control: list[torch.Tensor] = []
         self._data: list[torch.Tensor] = []
-        self._words = cuda.Words("q", [0] * (4 + 2 * self.size))
-        self._view = torch.frombuffer(self._words, dtype=torch.int64)  # of the host's side
+        self._renew()
         self._capacity = 0
         self._num_bytes = 0
         # Whatever has run here may have a backward to come, whose buffers are laid out for the capacity of that time.
         self._widths: set[tuple[int, int, int]] = set()  # K, D, bytes of an element
-        # Tokens of this rank -> `tokens` and `most_tokens` when it last had so many.
-        self._agreed_with: dict[int, tuple[int, int]] = {}
         self._in_forward = False
         self._agreed = False
         self._spans_machines = False
@@ -95,9 +94,10 @@ class Workspace:
         tokens than fit.
         """
         if self._error is not None:
-            raise self._error
-        self._open()
-        most_tokens = None
+            raise self._error.with_traceback(None)
+        # What inference mode makes can not be saved for a backward, and this lives longer.
+        with torch.inference_mode(False):
+            self._open()
         if max_tokens_per_rank is not None:
             if num_tokens > max_tokens_per_rank:
                 self.leave()
@@ -105,38 +105,32 @@ class Workspace:
                     f"EP rank {self.rank} has {num_tokens} tokens, more than max_tokens_per_rank={max_tokens_per_rank}."
                     " Raise it (on every rank alike), or leave it at None to let the ranks agree on each forward."
                 )
-            self.tokens = max_tokens_per_rank
-        elif self._recomputes(num_tokens):
-            # What is saved must have the sizes it had.
-            self.tokens, most_tokens = self._agreed_with.get(num_tokens, (self._capacity, self._capacity))
-        elif self.size == 1 or not (self._in_forward and self._agreed):
+            self.tokens = self.most_tokens = max_tokens_per_rank
+        elif self._must_agree():
             self.tokens = self._agree(num_tokens)
+            self.most_tokens = self.tokens if self.size == 1 else _rounded(self.tokens)
             self._agreed = self._in_forward
-        elif num_tokens > self._capacity:
+        elif num_tokens > self.most_tokens:
             self.leave()
             raise ValueError(
-                f"EP rank {self.rank} has {num_tokens} tokens in this layer, more than the {self._capacity} that the"
-                " ranks agreed on at the first MoE layer of this forward. Set max_tokens_per_rank to the most any layer"
-                " has."
+                f"EP rank {self.rank} has {num_tokens} tokens in this layer. At the first MoE layer of this forward the"
+                f" ranks agreed on {self.tokens}, which leaves room for {self.most_tokens}. Set max_tokens_per_rank to"
+                " the most any layer has."
             )
-        self._grow(top_k, hidden, dtype)
-        if most_tokens is None:
-            most_tokens = self.tokens if self.size == 1 else self._capacity
-        self.most_tokens = most_tokens
-        if self.size > 1:
-            self._agreed_with[num_tokens] = self.tokens, self.most_tokens
-            if len(self._agreed_with) > _REMEMBERED:
-                del self._agreed_with[next(iter(self._agreed_with))]
+        with torch.inference_mode(False):
+            self._grow(top_k, hidden, dtype)
         return self._view if self._cuda is None else self._cuda.view
 
-    def _recomputes(self, num_tokens: int) -> bool:
-        """A layer runs again inside backward: with the tokens its forward had, so all ranks have grown for them."""
-        return self.size > 1 and torch._C._current_graph_task_id() != -1 and num_tokens <= self._capacity
+    def _must_agree(self) -> bool:
+        # A layer that runs again inside backward agrees again: what is saved must have the sizes it had, whatever the
+        # ranks have agreed on since. They all recompute, in one order.
+        return self.size == 1 or not (self._in_forward and self._agreed) or torch._C._current_graph_task_id() != -1
 
     def _agree(self, num_tokens: int) -> int:
         if self._cuda is not None and self.size == 1:
             return num_tokens
         if self._spans_machines:
+            _check_cpu_backend(self.group)
             count = torch.tensor(num_tokens)
             dist.all_reduce(count, dist.ReduceOp.MAX, group=self.group)
             return int(count)
@@ -144,19 +138,22 @@ class Workspace:
             return ops.agree_tokens(self._view, num_tokens)
 
     def _grow(self, top_k: int, hidden: int, dtype: torch.dtype) -> None:
-        if self.tokens > self._capacity:
-            self._capacity = 1 << (self.tokens - 1).bit_length()
-        self._widths.add((top_k, hidden, dtype.itemsize))
+        capacity = max(self._capacity, _rounded(self.most_tokens))
+        all_widths = self._widths | {(top_k, hidden, dtype.itemsize)}
         if self._cuda is not None:
-            self._cuda.grow(self._capacity, self._widths)
+            self._cuda.grow(capacity, all_widths)
         else:
-            num_bytes = max(ops.workspace_bytes(self._capacity, *widths) for widths in self._widths)
+            num_bytes = max(ops.workspace_bytes(capacity, *widths) for widths in all_widths)
             if num_bytes > self._num_bytes:
-                self._num_bytes = num_bytes
                 # One rank shares with nobody: its pages are taken only when they are used.
                 self._data = (
-                    [torch.empty(num_bytes, dtype=torch.uint8)] if self.size == 1 else self._allocate("data", num_bytes)
+                    [torch.empty(num_bytes, dtype=torch.uint8, device="cpu")]
+                    if self.size == 1
+                    else self._allocate("data", num_bytes)
                 )
+                self._num_bytes = num_bytes
+        # Only now: without the memory the next call must ask for it again.
+        self._capacity, self._widths = capacity, all_widths
         self._refresh()
 
     def _open(self) -> None:
@@ -165,7 +162,7 @@ class Workspace:
                 self._open_cuda(self._cuda)
         elif not self._control:
             self._control = self._allocate("control", _CONTROL_BYTES)
-            self._data = [torch.empty(1, dtype=torch.uint8)] * self.size
+            self._data = [torch.empty(1, dtype=torch.uint8, device="cpu")] * self.size
         self._refresh()
 
     def _open_cuda(self, side: cuda.DeviceSide) -> None:
@@ -175,11 +172,9 @@ class Workspace:
                 machines: list = [None] * self.size
                 dist.all_gather_object(machines, machine(), group=self.group)
                 self._spans_machines = len(set(machines)) > 1
-                if self._spans_machines:
-                    _check_cpu_backend(self.group)
             if not self._spans_machines:
                 self._control = self._allocate("host control", _CONTROL_BYTES)
-                self._data = [torch.empty(1, dtype=torch.uint8)] * self.size
+                self._data = [torch.empty(1, dtype=torch.uint8, device="cpu")] * self.size
         side.open()
         cuda.watch(self)
 
@@ -187,6 +182,16 @@ class Workspace:
         if isinstance(self.group, VirtualGroup):
             return self.group.buffer(name, num_bytes)
         return SymmetricBuffer(num_bytes, self.group).segments
+
+    def _renew(self) -> None:
+        """New words, for calls from here on."""
+        self._words = cuda.Words("q", [0] * (4 + 2 * self.size))
+        with torch.inference_mode(False):
+            self._view = torch.frombuffer(self._words, dtype=torch.int64)  # of the host's side
+        _owners[self._view.data_ptr()] = self
+        if self._cuda is not None:
+            self._cuda.renew()
+            _owners[self._cuda.view.data_ptr()] = self
 
     def _refresh(self) -> None:
         segments = self._control + self._data
@@ -228,14 +233,22 @@ class Workspace:
             self._cuda.abort()
 
     def close(self) -> None:
-        """Frees the buffers. Calls whose backward is still to come need them: close when training is over."""
+        """Frees the buffers: a backward that is still to come raises. Close when training is over."""
         if self._cuda is not None:
             self._cuda.close()
         self._control, self._data = [], []
         self._capacity = self._num_bytes = self.tokens = self.most_tokens = 0
-        self._widths.clear()
-        self._agreed_with.clear()
-        self._refresh()
+        self._widths = set()
+        self._refresh()  # what was saved says that it was closed, also when this is used again
+        self._renew()
+        with _lock:
+            for key in [key for key, found in _workspaces.items() if found is self]:
+                del _workspaces[key]
+
+
+def _rounded(tokens: int) -> int:
+    """The next power of two: buffers grow in these steps."""
+    return 1 << (tokens - 1).bit_length() if tokens > 0 else 0
 
 
 def _indexed(device: str | torch.device) -> torch.device:
@@ -271,7 +284,31 @@ def _check_cpu_backend(group: dist.ProcessGroup) -> None:
 
 
 _workspaces: dict[tuple[object, str], Workspace] = {}
+# By the address of the handle: what a backward has of the workspace it runs in.
+_owners: weakref.WeakValueDictionary[int, Workspace] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
+
+
+@contextmanager
+def leaving(handle: torch.Tensor) -> Iterator[None]:
+    """Around an operator: a rank that fails in it and goes on would meet the others at another barrier than theirs."""
+    try:
+        yield
+    except Exception as error:
+        found = _owners.get(handle.data_ptr())
+        if found is not None and "MoKTimeout" not in str(error):
+            found.leave()
+        raise
+
+
+def _gone(group: object) -> bool:
+    """The process group was destroyed."""
+    if group is None or isinstance(group, VirtualGroup):
+        return False
+    try:
+        return dist.get_rank(group) < 0
+    except (RuntimeError, ValueError):
+        return True
 
 
 def workspace(
@@ -288,6 +325,8 @@ def workspace(
     with _lock:
         found = _workspaces.get(key)
         if found is None:
+            for old in [old for old in _workspaces if _gone(old[0])]:
+                del _workspaces[old]
             found = _workspaces[key] = Workspace(group, device)
         if timeout_s is not None:
             found.timeout_s = timeout_s
