@@ -110,5 +110,6 @@ def test_layer_with_more_tokens_than_agreed() -> None:
             errors[rank] = error
 
     in_ranks(2, rank_step)
-    assert "has 300 tokens in this layer" in str(errors[1]) and "agreed on 50, which leaves room for 64" in str(errors[1])
+    assert "has 300 tokens in this layer" in str(errors[1])
+    assert "agreed on 50, which leaves room for 64" in str(errors[1])
     assert "EP rank 1 refused" in str(errors[0])
