@@ -131,7 +131,7 @@ class Workspace:
             return num_tokens
         if self._spans_machines:
             _check_cpu_backend(self.group)
-            count = torch.tensor(num_tokens)
+            count = torch.tensor(num_tokens, device="cpu")
             dist.all_reduce(count, dist.ReduceOp.MAX, group=self.group)
             return int(count)
         with timeouts(self.rank, self.timeout_s):
