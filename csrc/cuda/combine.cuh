@@ -19,7 +19,7 @@ __device__ __forceinline__ void combine_rows(const Params& p, uint32_t smem) {
   // Lanes 0-7 and 8-15 give the borrowed stage back to CTA 0 and 1, in place of the eight consumer warps.
   const uint32_t empty_bar = lane < 2 * kConsumerWarps ? ptx::cluster_address(smem + Shared::kEmpty, lane / kConsumerWarps) : 0;
   const uint32_t task_empty = ptx::cluster_address(smem + Shared::kTaskEmpty, 0);
-  Watch watch = p.watch();
+  Watch watch = watch_of(p.limits);
   sm90::RingPosition<sm90::kTaskSlots> at;
   sm90::RingPosition<1> out;
   for (;;) {

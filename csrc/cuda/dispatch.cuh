@@ -104,7 +104,7 @@ __device__ __forceinline__ void for_head_rows(const Watch& watch, int head_tiles
 
 __device__ __forceinline__ void dispatch_head(const sm90::ForwardParams& p, int cta, int ctas) {
   const int tiles = p.header->tiles;
-  for_head_rows(p.watch(), min(p.head_tiles, tiles), cta, ctas, p.x_ready, tiles - 1, -1, [&](int tile, int r) {
+  for_head_rows(watch_of(p.limits), min(p.head_tiles, tiles), cta, ctas, p.x_ready, tiles - 1, -1, [&](int tile, int r) {
     const int64_t entry = p.rows[static_cast<int64_t>(tile) * kRowsPerTile + r];
     copy_row(reinterpret_cast<uint4*>(p.ring_x_out + (static_cast<int64_t>(tile % p.ring_tiles) * kRowsPerTile + r) * p.hidden),
              reinterpret_cast<const uint4*>(source_row(p.peer_x, entry, p.topk, p.hidden)), p.hidden / 8);
@@ -129,7 +129,7 @@ __device__ __forceinline__ void dispatch_rows(const sm90::ForwardParams& p, uint
   const int lane = threadIdx.x % 32;
   const int tiles = p.header->tiles;
   const uint32_t row_bytes = p.hidden * 2;
-  Watch watch = p.watch();
+  Watch watch = watch_of(p.limits);
   CopyRing ring{smem + sm90::Shared::kCopy, smem + sm90::Shared::kCopyFull, p.copy_bytes, p.copy_slots, p.copies_per_row};
   Ticket ticket;
   while (ticket.take(p.tickets + kDispatchTicket, p.head_tiles, tiles) && !__any_sync(~0u, watch.dead)) {

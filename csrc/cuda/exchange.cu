@@ -42,7 +42,7 @@ __global__ void barrier_kernel(const __grid_constant__ BarrierArgs b, int rank, 
   if (peer == 0) *epoch = next;
   const Limits limits{b.abort_words[rank], record, timeout_ns, static_cast<uint32_t>(rank)};
   // A rank whose kernel gave up before it came here says so before it says that it came: a peer that goes on knows.
-  Watch watch{limits, ptx::ld_relaxed_sys(b.abort_words[rank]) != 0};
+  Watch watch = watch_of(limits);
   if (peer < ranks) {
     if (watch.dead) ptx::st_release_sys(b.abort_words[peer], 1);
     __threadfence_system();  // everything earlier kernels of this stream wrote, on any rank's memory

@@ -42,6 +42,9 @@ struct Watch {
   }
 };
 
+// How a role begins.
+__device__ __forceinline__ Watch watch_of(const Limits& limits) { return {limits, ptx::ld_relaxed_sys(limits.abort_word) != 0}; }
+
 // A wait inside a CTA lasts because another wait does, so it gets twice the time: the record then names the cause.
 __device__ __forceinline__ bool own_cause(uint32_t phase) { return phase != kWaitOperand && phase != kWaitTask; }
 

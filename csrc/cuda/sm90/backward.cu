@@ -32,28 +32,14 @@ template <int kRanks>
 __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ BackwardLaunch<kRanks> launch) {
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   const uint32_t smem = ptx::shared_address(shared_memory);
-  const uint32_t warp = threadIdx.x / 32;
   const BackwardParams& p = launch.rank[kRanks == 1 ? 0 : blockIdx.x / (gridDim.x / kRanks)];
-  prepare_barriers(smem);
-
-  if (warp < 4) {
-    ptx::registers_shrink<40>();
-    if (warp == 0) {
-      if (threadIdx.x == 0) load_backward_operands(p, smem);
-    } else if (warp == 1) {
-      pull_rows(p, smem);
-    } else if (warp == 2) {
-      if (threadIdx.x == 64 && ptx::cta_rank_in_cluster() == 0) schedule_backward_tasks(p, smem);
-    } else {
-      combine_rows(p, smem);
-    }
-    __syncwarp();
-  } else {
-    ptx::registers_grow<232>();
-    pull_head(p, blockIdx.x % (gridDim.x / kRanks), gridDim.x / kRanks);
-    compute_backward_tiles(p, smem, warp / 4 - 1);
-  }
-  leave_together(p.limits);
+  run_roles(
+      smem, p.limits, [&] { load_backward_operands(p, smem); }, [&] { pull_rows(p, smem); }, [&] { schedule_backward_tasks(p, smem); },
+      [&] { combine_rows(p, smem); },
+      [&](uint32_t group) {
+        pull_head(p, blockIdx.x % (gridDim.x / kRanks), gridDim.x / kRanks);
+        compute_backward_tiles(p, smem, group);
+      });
 }
 
 namespace {
@@ -162,7 +148,7 @@ cudaError_t launch(const MokBackwardArgs* args, cudaStream_t stream) {
     status = cudaMemsetAsync(args[r].workspace, 0, BackwardLayout::make(args[r]).cleared_bytes, stream);
     if (status != cudaSuccess) return status;
   }
-  return launch_clusters(backward_kernel<kRanks>, params, kRanks, args[0].forward.sm_limit, stream);
+  return launch_clusters(backward_kernel<kRanks>, params, clusters, stream);
 }
 
 }  // namespace

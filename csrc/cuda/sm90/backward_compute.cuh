@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_carry(const float (&acc)[128], float4* car
 }
 
 __device__ __forceinline__ void compute_backward_tiles(const BackwardParams& p, uint32_t smem, uint32_t group) {
-  Watch watch = p.watch();
+  Watch watch = watch_of(p.limits);
   const uint32_t cta = ptx::cta_rank_in_cluster();
   const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   const int in_tile = group * 64 + thread / 32 * 16;  // this warp's first row in the tile
@@ -55,8 +55,7 @@ __device__ __forceinline__ void compute_backward_tiles(const BackwardParams& p, 
   const uint32_t task_empty = ptx::cluster_address(smem + Shared::kTaskEmpty, 0);
   RingPosition<kTaskSlots> at;
   StageOrder stage;
-  RingPosition<1> out;
-  bool out_sent = false;
+  Handover handover;
   Pending pending;
   float acc[128];
   for (;;) {
@@ -127,11 +126,7 @@ __device__ __forceinline__ void compute_backward_tiles(const BackwardParams& p, 
       continue;
     }
     const Windows windows{{half_window(smem, borrowed, in_tile / 8), half_window(smem, borrowed, in_tile / 8 + 1)}};
-    if (out_sent) {
-      wait_mbarrier(watch, smem + Shared::kOutFree, out.phase, kWaitOperand);
-      out.advance();
-      out_sent = false;
-    }
+    handover.wait_free(smem, watch);
     if (wgrad) {
       if (task.last()) {
         const CUtensorMap* to = nullptr;
@@ -156,12 +151,7 @@ __device__ __forceinline__ void compute_backward_tiles(const BackwardParams& p, 
       pending.counter = p.replayed + tile;
       pending.borrowed = borrowed;
     } else {
-      output_epilogue(acc, windows);
-      if (lane == 0) {
-        if (in_tile == 0) ptx::store_shared_4(smem + Shared::kOutStage, borrowed);
-        ptx::mbarrier_arrive(smem + Shared::kOutFull);
-      }
-      out_sent = true;
+      handover.send(acc, windows, smem, in_tile, borrowed);
     }
   }
   pending.settle(empty_bar);

@@ -8,7 +8,7 @@ namespace mok::cuda::sm90 {
 
 // One lane of the cluster's first CTA.
 __device__ __forceinline__ void schedule_backward_tasks(const BackwardParams& p, uint32_t smem) {
-  Watch watch = p.watch();
+  Watch watch = watch_of(p.limits);
   BackwardPlan plan = p.plan;
   plan.tiles = p.header->tiles;
   if (!p.any_wants_dx()) plan.up_columns = 0;
@@ -65,7 +65,7 @@ __device__ __forceinline__ bool wait_inputs(const BackwardParams& p, const Backw
 
 // One lane of each CTA. For every k-block its own operand and half of the one that both CTAs use, multicast to both.
 __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, uint32_t smem) {
-  Watch watch = p.watch();
+  Watch watch = watch_of(p.limits);
   const bool dx = p.any_wants_dx();
   const uint32_t cta = ptx::cta_rank_in_cluster();
   const uint32_t task_empty = ptx::cluster_address(smem + Shared::kTaskEmpty, 0);
@@ -185,7 +185,7 @@ __device__ __forceinline__ void pull_rows(const BackwardParams& p, uint32_t smem
   const int tiles = p.header->tiles;
   const uint32_t row_bytes = p.hidden * 2;
   const BackwardPlan& plan = p.plan;
-  Watch watch = p.watch();
+  Watch watch = watch_of(p.limits);
   CopyRing ring{smem + Shared::kCopy, smem + Shared::kCopyFull, p.copy_bytes, p.copy_slots, p.copies_per_row};
   Ticket ticket;
   while (ticket.take(p.tickets + kDispatchTicket, p.head_tiles, tiles) && !__any_sync(~0u, watch.dead)) {
@@ -224,7 +224,7 @@ __device__ __forceinline__ void pull_rows(const BackwardParams& p, uint32_t smem
 
 // The first tiles, of macrobatch 0, by the consumer warps.
 __device__ __forceinline__ void pull_head(const BackwardParams& p, int cta, int ctas) {
-  for_head_rows(p.watch(), min(p.head_tiles, p.header->tiles), cta, ctas, p.landed, 0, 1, [&](int tile, int r) {
+  for_head_rows(watch_of(p.limits), min(p.head_tiles, p.header->tiles), cta, ctas, p.landed, 0, 1, [&](int tile, int r) {
     const int64_t row = static_cast<int64_t>(tile) * kRowsPerTile + r, entry = p.rows[row];
     copy_row(reinterpret_cast<uint4*>(p.dout_out + row * p.hidden),
              reinterpret_cast<const uint4*>(source_row(p.peer_dout, entry, p.topk, p.hidden)), p.hidden / 8);

@@ -51,7 +51,6 @@ struct alignas(128) BackwardParams {
   float swiglu_limit;
   int copy_bytes, copy_slots, copies_per_row;
 
-  __device__ __forceinline__ Watch watch() const { return {limits, ptx::ld_relaxed_sys(limits.abort_word) != 0}; }
   // A rank pushes dX rows to whoever wants them, whether it wants its own or not.
   __device__ __forceinline__ bool any_wants_dx() const {
     if (ranks == 1) return wants_dx != 0;

@@ -59,7 +59,7 @@ __device__ __forceinline__ bool any_of_group(bool value, uint32_t group) {
 }
 
 __device__ __forceinline__ void compute_tiles(const ForwardParams& p, uint32_t smem, uint32_t group) {
-  Watch watch = p.watch();
+  Watch watch = watch_of(p.limits);
   const uint32_t cta = ptx::cta_rank_in_cluster();
   const int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
   const int in_tile = group * 64 + warp * 16;  // this warp's first row in the tile
@@ -68,8 +68,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardParams& p, uint32_t s
   const uint32_t task_empty = ptx::cluster_address(smem + Shared::kTaskEmpty, 0);
   RingPosition<kTaskSlots> at;
   StageOrder stage;
-  RingPosition<1> out;
-  bool out_sent = false;  // a down tile has been handed to the combine warp and may still lie in the windows
+  Handover handover;
   Pending pending;
   float acc[128];
   for (;;) {
@@ -98,11 +97,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardParams& p, uint32_t s
       continue;
     }
     const Windows windows{{half_window(smem, borrowed, in_tile / 8), half_window(smem, borrowed, in_tile / 8 + 1)}};
-    if (out_sent) {
-      wait_mbarrier(watch, smem + Shared::kOutFree, out.phase, kWaitOperand);
-      out.advance();
-      out_sent = false;
-    }
+    handover.wait_free(smem, watch);
     if (gate_up) {
       gate_up_epilogue(acc, windows, tile, p.swiglu_limit,
                        p.stores_gate_up() ? (shared ? &p.shared_gate_up_out : &p.ring_gate_up_out) : nullptr,
@@ -110,12 +105,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardParams& p, uint32_t s
       pending.counter = (shared ? p.shared_h_ready : p.h_ready) + tile_index;
       pending.borrowed = borrowed;
     } else {
-      output_epilogue(acc, windows);
-      if (lane == 0) {
-        if (in_tile == 0) ptx::store_shared_4(smem + Shared::kOutStage, borrowed);
-        ptx::mbarrier_arrive(smem + Shared::kOutFull);
-      }
-      out_sent = true;
+      handover.send(acc, windows, smem, in_tile, borrowed);
     }
   }
   pending.settle(empty_bar);

@@ -101,6 +101,28 @@ __device__ __forceinline__ void output_epilogue(const float (&acc)[128], const W
   __syncwarp();
 }
 
+// Output tiles of a consumer warp on their way through the combine warp.
+struct Handover {
+  RingPosition<1> out;
+  bool sent = false;  // a tile has been handed over and may still lie in the windows
+
+  // Before anything is written into the windows.
+  __device__ __forceinline__ void wait_free(uint32_t smem, Watch& watch) {
+    if (!sent) return;
+    wait_mbarrier(watch, smem + Shared::kOutFree, out.phase, kWaitOperand);
+    out.advance();
+    sent = false;
+  }
+  __device__ __forceinline__ void send(const float (&acc)[128], const Windows& windows, uint32_t smem, int in_tile, uint32_t borrowed) {
+    output_epilogue(acc, windows);
+    if (threadIdx.x % 32 == 0) {
+      if (in_tile == 0) ptx::store_shared_4(smem + Shared::kOutStage, borrowed);
+      ptx::mbarrier_arrive(smem + Shared::kOutFull);
+    }
+    sent = true;
+  }
+};
+
 // A tile whose stores are under way: once they have written, it counts and the stage they came from, if any, is free.
 struct Pending {
   uint32_t* counter = nullptr;

@@ -45,29 +45,17 @@ template <int kRanks>
 __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_constant__ Launch<kRanks> launch) {
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   const uint32_t smem = ptx::shared_address(shared_memory);
-  const uint32_t warp = threadIdx.x / 32;
   const ForwardParams& p = launch.rank[kRanks == 1 ? 0 : blockIdx.x / (gridDim.x / kRanks)];
-
-  prepare_barriers(smem);
-
-  if (warp < 4) {
-    ptx::registers_shrink<40>();
-    if (warp == 0) {
-      if (threadIdx.x == 0) load_operands(p, smem);
-    } else if (warp == 1) {
-      if (p.dispatches()) dispatch_rows(p, smem);
-    } else if (warp == 2) {
-      if (threadIdx.x == 64 && ptx::cta_rank_in_cluster() == 0) schedule_tasks(p, smem);
-    } else {
-      combine_rows(p, smem);
-    }
-    __syncwarp();
-  } else {
-    ptx::registers_grow<232>();
-    if (p.dispatches()) dispatch_head(p, blockIdx.x % (gridDim.x / kRanks), gridDim.x / kRanks);
-    compute_tiles(p, smem, warp / 4 - 1);
-  }
-  leave_together(p.limits);
+  run_roles(
+      smem, p.limits, [&] { load_operands(p, smem); },
+      [&] {
+        if (p.dispatches()) dispatch_rows(p, smem);
+      },
+      [&] { schedule_tasks(p, smem); }, [&] { combine_rows(p, smem); },
+      [&](uint32_t group) {
+        if (p.dispatches()) dispatch_head(p, blockIdx.x % (gridDim.x / kRanks), gridDim.x / kRanks);
+        compute_tiles(p, smem, group);
+      });
 }
 
 namespace {
@@ -133,11 +121,14 @@ cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
 template <int kRanks>
 cudaError_t launch(const MokForwardArgs* args, cudaStream_t stream) {
   static thread_local Launch<kRanks> params;
+  cudaError_t status;
+  const int clusters = resident_clusters(forward_kernel<kRanks>, kRanks, args[0].sm_limit, &status);
+  if (clusters == 0) return status;
   for (int r = 0; r < kRanks; ++r) {
-    cudaError_t status = fill_params(args[r], params.rank[r]);
+    status = fill_params(args[r], params.rank[r]);
     if (status != cudaSuccess) return status;
   }
-  return launch_clusters(forward_kernel<kRanks>, params, kRanks, args[0].sm_limit, stream);
+  return launch_clusters(forward_kernel<kRanks>, params, clusters, stream);
 }
 
 }  // namespace

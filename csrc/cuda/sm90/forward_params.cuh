@@ -80,9 +80,6 @@ struct alignas(128) ForwardParams {
   float swiglu_limit;
   int copy_bytes, copy_slots, copies_per_row;  // a row travels in copies_per_row pieces of at most copy_bytes
 
-  __device__ __forceinline__ Watch watch() const {
-    return {limits, ptx::ld_relaxed_sys(limits.abort_word) != 0};
-  }
   __device__ __forceinline__ bool stores_gate_up() const { return store_gate_up != 0; }
   __device__ __forceinline__ bool stores_hidden() const { return ladder != kMokGateUpOnly; }
   __device__ __forceinline__ bool dispatches() const { return ladder == kMokWhole; }

@@ -33,6 +33,32 @@ __device__ __forceinline__ void leave_together(const Limits& limits) {
   ptx::cluster_sync();  // no CTA leaves while the other may still signal its barriers
 }
 
+// The roles of a CTA, one callable each: operand loads (one lane), copies from peers (a warp), tasks (one lane of the cluster), pushes (a warp),
+// and what the two consumer warpgroups do, which takes the warpgroup's number.
+template <class Loads, class Copies, class Tasks, class Pushes, class Compute>
+__device__ __forceinline__ void run_roles(uint32_t smem, const Limits& limits, Loads loads, Copies copies, Tasks tasks, Pushes pushes,
+                                          Compute compute) {
+  prepare_barriers(smem);
+  const uint32_t warp = threadIdx.x / 32;
+  if (warp < 4) {
+    ptx::registers_shrink<40>();
+    if (warp == 0) {
+      if (threadIdx.x == 0) loads();
+    } else if (warp == 1) {
+      copies();
+    } else if (warp == 2) {
+      if (threadIdx.x == 64 && ptx::cta_rank_in_cluster() == 0) tasks();
+    } else {
+      pushes();
+    }
+    __syncwarp();
+  } else {
+    ptx::registers_grow<232>();
+    compute(warp / 4 - 1);
+  }
+  leave_together(limits);
+}
+
 // A row travels in pieces of at most 7 KB.
 template <class Params>
 void choose_copies(int hidden, Params& p) {
@@ -77,10 +103,7 @@ int resident_clusters(Kernel kernel, int ranks, int sm_limit, cudaError_t* statu
 }
 
 template <class Kernel, class Launch>
-cudaError_t launch_clusters(Kernel kernel, const Launch& params, int ranks, int sm_limit, cudaStream_t stream) {
-  cudaError_t status;
-  const int clusters = resident_clusters(kernel, ranks, sm_limit, &status);
-  if (clusters == 0) return status;
+cudaError_t launch_clusters(Kernel kernel, const Launch& params, int clusters, cudaStream_t stream) {
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {2, 1, 1};

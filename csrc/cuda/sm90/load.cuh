@@ -6,7 +6,7 @@ namespace mok::cuda::sm90 {
 
 // One lane of the cluster's first CTA. Takes one task ahead of the consumers, so the ticket's latency is hidden.
 __device__ __forceinline__ void schedule_tasks(const ForwardParams& p, uint32_t smem) {
-  Watch watch = p.watch();
+  Watch watch = watch_of(p.limits);
   const uint32_t tasks = p.header->tasks;
   RingPosition<kTaskSlots> at;
   for (bool more = true; more;) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void each_block(uint32_t smem, int blocks, StageOrder
 
 // One lane of each CTA. For every k-block: its own operand, and half of the operand that both CTAs use (multicast to both).
 __device__ __forceinline__ void load_operands(const ForwardParams& p, uint32_t smem) {
-  Watch watch = p.watch();
+  Watch watch = watch_of(p.limits);
   const uint32_t cta = ptx::cta_rank_in_cluster();
   const uint32_t task_empty = ptx::cluster_address(smem + Shared::kTaskEmpty, 0);
   RingPosition<kTaskSlots> at;
