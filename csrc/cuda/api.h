@@ -94,7 +94,7 @@ typedef struct MokBackwardArgs {
   const void* peer_dout[MOK_MAX_RANKS];     // bf16 [tokens of that rank, D]
   const float* peer_weight[MOK_MAX_RANKS];  // fp32 [tokens of that rank, K]
   float* peer_dweight[MOK_MAX_RANKS];       // fp32 [max_tokens * K]
-  void* workspace;       // mok_backward_workspace_bytes(), 1,024-byte aligned, reused by every call
+  void* workspace;       // mok_backward_workspace_bytes(), 256-byte aligned, reused by every call
   void* shared_dx;       // bf16 [tokens, D], may be null without a shared expert
   // Results; null: not wanted.
   void* d_gate_up_proj;  // bf16 [L, 2I, D]

@@ -152,7 +152,6 @@ __device__ __forceinline__ void dispatch_rows(const sm90::ForwardParams& p, uint
     __syncwarp();
     if (lane == 0) ptx::red_release_gpu(p.x_ready + tile, kDispatchRows);
   }
-  if (__any_sync(~0u, watch.dead)) __nanosleep(1000000);
 }
 
 }  // namespace mok::cuda

@@ -144,15 +144,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
   }
   const float* weight = data_of<float>(route_weights);
   if (w.ranks == 1) b.peer_dout[0] = data_of(dout), b.peer_weight[0] = weight;
-  Tensor workspace = empty_of(x, {mok_backward_workspace_bytes(&b) + 1024}, ScalarType::Byte);
-  b.workspace = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(data_of(workspace)) + 1023) / 1024 * 1024);
+  Tensor workspace = empty_of(x, {mok_backward_workspace_bytes(&b)}, ScalarType::Byte);
+  b.workspace = data_of(workspace);  // torch's allocations are 512-byte aligned
 
   char* own = w.data[w.rank];
   int32_t* tokens = reinterpret_cast<int32_t*>(own + at.tokens);
   const int32_t* routes = layer.long_ids() ? reinterpret_cast<int32_t*>(own + at.ids) : data_of<int32_t>(ids);
   if (layer.long_ids())  // the layers since have published theirs in this one's place
-    check(mok_prologue(data_of(x), data_of(x), reinterpret_cast<int32_t*>(own + at.ids), data_of(ids), 1, const_cast<float*>(b.peer_weight[w.rank]),
-                       weight, 0, tokens, a.tokens, a.topk, a.hidden, call.stream),
+    check(mok_prologue(data_of(x), data_of(x), reinterpret_cast<int32_t*>(own + at.ids), data_of(ids), 1, const_cast<float*>(weight), weight, 0, tokens,
+                       a.tokens, a.topk, a.hidden, call.stream),
           "prologue");
   check(mok_backward_prologue(const_cast<void*>(b.peer_dout[w.rank]), b.dout, const_cast<void*>(a.peer_x[w.rank]), b.x,
                               const_cast<float*>(b.peer_weight[w.rank]), weight, tokens + 1, b.wants_dx, a.tokens, a.topk, a.hidden, call.stream),

@@ -13,7 +13,7 @@ enum WaitPhase : uint32_t {
   kWaitHidden = 5,     // gate+up column tiles of a row tile
   kWaitSlot = 6,       // a ring slot's previous occupant
   kWaitCopy = 7,       // a pull from a peer
-  kWaitReplayed = 8,  // gate and up computed again
+  kWaitReplayed = 8,   // gate and up computed again
   kWaitCarry = 9,      // a weight gradient's earlier rounds
 };
 

@@ -176,7 +176,6 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
     }
     if (watch.dead) break;
   }
-  if (watch.dead) __nanosleep(1000000);  // loads that are under way land before the cluster may exit
 }
 
 // Reverse-combine, and dispatch again where a tile is replayed: rows of dOut (and x) from their owners, with the routes' weights.
@@ -219,7 +218,6 @@ __device__ __forceinline__ void pull_rows(const BackwardParams& p, uint32_t smem
     __syncwarp();
     if (lane == 0) ptx::red_release_gpu(p.landed + tile, kDispatchRows);
   }
-  if (__any_sync(~0u, watch.dead)) __nanosleep(1000000);
 }
 
 // The first tiles, of macrobatch 0, by the consumer warps.

@@ -53,7 +53,7 @@ __device__ __forceinline__ void dswiglu_block(const float (&dh)[32], uint32_t st
 
 struct HiddenGradient {
   const CUtensorMap *d_gate_up, *weighted_h;
-  float* dots;   // of the warp's first row, column 0; null: rows beyond the operand
+  float* dots;   // of the warp's first row, column 0
   int parts;     // partials a row
   int rows;      // of this warp's 16 that exist
   int row0;      // first of them in the outputs

@@ -110,7 +110,6 @@ __device__ __forceinline__ void load_operands(const ForwardParams& p, uint32_t s
     ptx::mbarrier_arrive(smem + Shared::kFull + 8 * stage.slot);
     stage.borrow(gate_up ? kPassedByGateUp : kPassedByDown);
   }
-  if (watch.dead) __nanosleep(1000000);  // loads that are under way land before the cluster may exit
 }
 
 }  // namespace mok::cuda::sm90

@@ -83,9 +83,8 @@ class DeviceSide:
         self._refuse_capture()
         self._control = self._allocate("control", _CONTROL_BYTES)
         self._data = self._control
-        self._failure = torch.zeros(
-            64, dtype=torch.uint8, device="cpu"
-        ).pin_memory()  # the device writes it, the host polls it
+        # The device writes it, the host polls it.
+        self._failure = torch.zeros(64, dtype=torch.uint8, device="cpu").pin_memory()
         _failures.append(self._failure)
         with torch.cuda.device(self.device):  # its events are this device's
             self._order = ops.open_order()

@@ -83,6 +83,7 @@ def moe(
         if x.device != workspace.device:
             raise ValueError(f"x is on {x.device} and the workspace for {workspace.device}: make one for x's device.")
         minibatch = _rows("minibatch_size", minibatch_size, TILE, _DEFAULT_MINIBATCH[device])
+        ring = _rows("macrobatch_size", macrobatch_size, _LEAST_RING[device], 0)
         forward_comm = _comm("fwd_comm_sms", fwd_comm_sms, device)
         backward_comm = _comm("bwd_comm_sms", bwd_comm_sms, device)
     except ValueError:
@@ -96,9 +97,7 @@ def moe(
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
     handle = workspace.handle(x.shape[0], top_k, hidden, x.dtype, max_tokens_per_rank)
-    ring = _rows(
-        "macrobatch_size", macrobatch_size, _LEAST_RING[device], _balanced(workspace.tokens * top_k, experts, device)
-    )
+    ring = ring or _balanced(workspace.tokens * top_k, experts, device)
     ids, table, plan = _routes(handle, top_k_index, workspace, experts, hidden, x.dtype)
     routes = workspace.size * workspace.most_tokens * top_k
     run = _Layer.apply if save else _Layer.forward
