@@ -8,9 +8,7 @@ the median step after the first five. The losses of the two runs are in the resu
 """
 
 import argparse
-import datetime
 import json
-import os
 import platform
 import shutil
 import statistics
@@ -21,6 +19,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from timing import save
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -150,11 +149,7 @@ def main() -> None:
         )
         print(f"{implementation}: {rows[-1]['tokens_per_s']:.0f} tokens/s, loss {rows[-1]['losses'][-1]:.4f}")
     print(f"mok / native {rows[0]['tokens_per_s'] / rows[1]['tokens_per_s']:.3f}")
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    commit = git.stdout.strip() if git.returncode == 0 else os.environ.get("MOK_COMMIT", "unknown")
-    versions = dict(torch=torch.__version__, transformers=transformers.__version__)
-    result = dict(commit=commit, date=datetime.date.today().isoformat(), versions=versions, rows=rows)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    save(options.out, rows, transformers)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ python benchmarks/ladder.py [--shapes kimi,glm] [--out results.json]
 """
 
 import argparse
-import datetime
-import json
 import os
 import statistics
 import sys
@@ -13,10 +11,9 @@ import sys
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from driver import DOWN_ONLY, GATE_UP_ONLY, Group, Settings, make_weights, relative_error
-from layer import commit, routes
+from driver import DOWN_ONLY, GATE_UP_ONLY, Group, Settings, make_routes, make_weights, relative_error
 from shapes import SHAPES
-from timing import blocks, preheat, ratio
+from timing import blocks, preheat, ratio, save
 
 
 def check(group, args, weights, ids, rows):
@@ -49,7 +46,7 @@ def run(name, tokens, rounds):
     d, i, k, experts = s["hidden"], s["inter"], s["topk"], s["experts"]
     weights, m = make_weights(1, experts, d, i), tokens * k
     x = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
-    ids, w = routes(tokens, k, experts, 0)
+    ids, w = make_routes(tokens, k, experts, seed=0)
     offsets = torch.bincount(ids.flatten(), minlength=experts).cumsum(0).to(torch.int32)
     functions, errors, keep = {}, {}, []
     for rung, label, width in ((GATE_UP_ONLY, "gate_up", d), (DOWN_ONLY, "down", i)):
@@ -115,17 +112,7 @@ def main():
             rows += run(name, tokens, options.rounds)
             torch.cuda.empty_cache()
     if options.out:
-        with open(options.out, "w") as f:
-            json.dump(
-                dict(
-                    commit=commit(),
-                    date=datetime.date.today().isoformat(),
-                    versions=dict(torch=torch.__version__, cuda=torch.version.cuda),
-                    rows=rows,
-                ),
-                f,
-                indent=1,
-            )
+        save(options.out, rows)
 
 
 if __name__ == "__main__":

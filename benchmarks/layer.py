@@ -10,11 +10,7 @@ workspace included.
 """
 
 import argparse
-import datetime
-import json
-import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,20 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from baselines import Composite, Transformers
 from driver import TILE, make_routes, make_weights, reference, relative_error
 from shapes import SHAPES
-from timing import blocks, graph, preheat, ratio
+from timing import blocks, graph, preheat, ratio, save
 
 from mok_hf import kernel
 
 INPUT_SETS = 2  # rotated; each holds 16 to 67 MB of x alone
 PASSES = ("forward", "backward", "both")
 TOLERANCE = 1e-2
-
-
-def commit():
-    try:
-        return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    except Exception:
-        return os.environ.get("MOK_COMMIT", "unknown")
 
 
 class Mok:
@@ -251,12 +240,6 @@ def main():
     preheat(options.heat)
     rings = [float(r) for r in options.rings.split(",") if r]
     rows = []
-    versions = dict(
-        torch=torch.__version__,
-        cuda=torch.version.cuda,
-        triton=triton.__version__,
-        transformers=transformers.__version__,
-    )
     for name in options.shapes.split(","):
         for shared in (False, True):
             if (shared and not SHAPES[name]["shared"]) or options.shared == ("without" if shared else "with"):
@@ -265,9 +248,7 @@ def main():
                 rows += run(name, tokens, shared, rings, options.rounds, options.block_ms)
                 torch.cuda.empty_cache()
                 if options.out:  # after each shape: a run that is cut short has what it measured
-                    result = dict(commit=commit(), date=datetime.date.today().isoformat(), versions=versions, rows=rows)
-                    with open(options.out, "w") as f:
-                        json.dump(result, f, indent=1)
+                    save(options.out, rows, transformers, triton)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ python benchmarks/shares.py [--out results.json]
 """
 
 import argparse
-import datetime
-import json
 import os
 import statistics
 import sys
@@ -14,10 +12,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from driver import Group, Settings, make_weights
-from layer import commit, routes
+from driver import Group, Settings, make_routes, make_weights
 from shapes import SHAPES
-from timing import blocks, graph, preheat
+from timing import blocks, graph, preheat, save
 
 KERNELS = (
     "prologue_kernel",
@@ -50,7 +47,7 @@ def shares(name, tokens):
     s = SHAPES[name]
     group = Group(make_weights(1, s["experts"], s["hidden"], s["inter"], s["shared"]), s["topk"], tokens, Settings())
     x = torch.randn(tokens, s["hidden"], device="cuda", dtype=torch.bfloat16)
-    ids, w = routes(tokens, s["topk"], s["experts"], 0)
+    ids, w = make_routes(tokens, s["topk"], s["experts"], seed=0)
     args = group.args(0, tokens, x)
     t = kernel_times(lambda: group.forward_single(x, ids, w, args=args))
     total = sum(t.values())
@@ -72,7 +69,7 @@ def small(name):
     for tokens in (1, 4, 16, 64, 256):
         group = Group(weights, s["topk"], tokens, Settings())
         x = torch.randn(tokens, s["hidden"], device="cuda", dtype=torch.bfloat16)
-        ids, w = routes(tokens, s["topk"], s["experts"], 0)
+        ids, w = make_routes(tokens, s["topk"], s["experts"], seed=0)
         args = group.args(0, tokens, x)
         captured, _ = graph(lambda: group.forward_single(x, ids, w, args=args))
         times, _ = blocks(
@@ -107,8 +104,8 @@ def virtual(name, tokens):
     pair = Group(weights, s["topk"], tokens, Settings())
     singles = [Group([w], s["topk"], tokens, Settings()) for w in weights]
     xs = [torch.randn(tokens, s["hidden"], device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    both = [routes(tokens, s["topk"], 2 * s["experts"], r) for r in range(2)]
-    own = [routes(tokens, s["topk"], s["experts"], r) for r in range(2)]
+    both = [make_routes(tokens, s["topk"], 2 * s["experts"], seed=r) for r in range(2)]
+    own = [make_routes(tokens, s["topk"], s["experts"], seed=r) for r in range(2)]
 
     def alone():
         args = []
@@ -144,17 +141,7 @@ def main():
     for name in ("kimi", "qwen"):
         rows.append(virtual(name, 2048))
     if options.out:
-        with open(options.out, "w") as f:
-            json.dump(
-                dict(
-                    commit=commit(),
-                    date=datetime.date.today().isoformat(),
-                    versions=dict(torch=torch.__version__, cuda=torch.version.cuda),
-                    rows=rows,
-                ),
-                f,
-                indent=1,
-            )
+        save(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,12 @@
 """How the benchmarks time: preheated card, interleaved blocks, medians of per-block ratios with their interval."""
 
+import datetime
+import json
+import os
 import statistics
+import subprocess
 import time
+from pathlib import Path
 
 import torch
 
@@ -93,3 +98,12 @@ def graph(function):
     with torch.cuda.graph(captured):
         result = function()
     return captured, result
+
+
+def save(path, rows, *modules):
+    """Writes a result file: rows with the commit, the date and the versions of torch and of `modules`."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    commit = git.stdout.strip() if git.returncode == 0 else os.environ.get("MOK_COMMIT", "unknown")
+    versions = {module.__name__: module.__version__ for module in (torch, *modules)} | {"cuda": torch.version.cuda}
+    result = dict(commit=commit, date=datetime.date.today().isoformat(), versions=versions, rows=rows)
+    Path(path).write_text(json.dumps(result, indent=1) + "\n")

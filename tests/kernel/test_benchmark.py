@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -41,3 +42,30 @@ def test_finetune(tmp_path: Path) -> None:
     assert (ours["impl"], native["impl"]) == ("mok", "native")
     assert ours["tokens_per_s"] > 0 and native["s_min"] <= native["s_median"] <= native["s_max"]
     assert len(ours["losses"]) == 8 and ours["losses"] == pytest.approx(native["losses"], rel=1e-2)
+
+
+def test_benchmarks_import_what_is_there() -> None:
+    """Most of them run on a GPU only: what they take from each other is checked by name."""
+    trees = {path.stem: ast.parse(path.read_text()) for path in (ROOT / "benchmarks").glob("*.py")}
+    defined = {
+        module: {
+            target.id
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            for part in node.targets
+            for target in ast.walk(part)
+            if isinstance(target, ast.Name)
+        }
+        | {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        for module, tree in trees.items()
+    }
+    taken = [
+        (module, node.module, alias.name)
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in trees
+        for alias in node.names
+    ]
+    assert len(taken) > 20
+    missing = [f"{module} takes {name} from {source}" for module, source, name in taken if name not in defined[source]]
+    assert not missing, missing
