@@ -89,6 +89,9 @@ def write_checkpoint(shape: str, layers: int, folder: Path) -> None:
         model = model_class(config_class(num_hidden_layers=layers, **values))
         torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the runs are processes of their own on this GPU
 
 
 def train(implementation: str, checkpoint: Path, folder: Path, options: argparse.Namespace) -> list[dict]:

@@ -181,7 +181,7 @@ def test_opcheck():
         (dict(macrobatch_size=128), "macrobatch_size=128.*at least 256"),
         (dict(precision="mxfp8"), "precision='mxfp8'"),
         (dict(max_tokens_per_rank=3), "rank 0 has 64 tokens, more than max_tokens_per_rank=3"),
-        (dict(workspace="cpu"), "x is on cuda:0 and the workspace is for cpu"),
+        (dict(workspace="cpu"), "x is on cuda:0 and the workspace for cpu"),
     ],
     ids=lambda v: v if isinstance(v, str) else next(iter(v)),
 )

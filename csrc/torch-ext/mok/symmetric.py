@@ -86,6 +86,9 @@ class SymmetricBuffer:
 class VirtualGroup:
     """A group of `size` ranks inside one process, for tests: each rank is a thread and has a Workspace of its own.
 
+    Autograd has one thread for all backwards of a GPU. Where ranks wait for each other inside them, as checkpointed
+    layers do, run them under `torch.autograd.set_multithreading_enabled(False)`.
+
     Args:
         size: number of ranks.
     """
