@@ -138,10 +138,10 @@ __device__ __forceinline__ void dispatch_rows(const sm90::ForwardParams& p, uint
     __nv_bfloat16* to = p.ring_x_out + (static_cast<int64_t>(tile % p.ring_tiles) * kRowsPerTile + ticket.in_tile) * p.hidden;
     if (lane == 0 && tile + p.lead_tiles < tiles) {
       // lead_tiles <= ring_tiles. Running further ahead only pushes rows out of the L2 before they are multiplied.
-      wait_counter(watch, p.h_ready + tile + p.lead_tiles, kConsumerWarps * p.columns.gate_up, kWaitSlot, tile);
+      wait_counter(watch, p.h_ready + tile + p.lead_tiles, p.columns.gate_up, kWaitSlot, tile);
       // The slot's previous occupant comes earlier in the order, but tiles do not end in the order they began in.
       if (p.lead_tiles < p.ring_tiles && tile + p.ring_tiles < tiles)
-        wait_counter(watch, p.h_ready + tile + p.ring_tiles, kConsumerWarps * p.columns.gate_up, kWaitSlot, tile);
+        wait_counter(watch, p.h_ready + tile + p.ring_tiles, p.columns.gate_up, kWaitSlot, tile);
       ptx::fence_proxy_async();
     }
     __syncwarp();

@@ -7,7 +7,7 @@ namespace mok::cuda {
 
 constexpr int kRoutesPerChunk = 512;    // routes that one warp places
 constexpr int kDispatchRows = 8;       // rows a dispatch ticket pulls
-constexpr int kConsumerWarps = 8;      // arrivals a finished gate+up tile adds to its row tile's counter
+constexpr int kConsumerWarps = 8;
 
 // Written by the schedule kernels, read by everything after them.
 struct ScheduleHeader {

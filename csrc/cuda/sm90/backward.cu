@@ -1,24 +1,24 @@
 // The backward megakernel on Hopper: shared expert, reverse-combine, replay, dgrads, dSwiGLU, weight gradients and reverse-dispatch in one launch.
 //
-// Grid, roles, registers, barriers and pipeline are the forward's (forward.cu): loads, pulls (reverse-combine), tasks, pushes (reverse-dispatch)
+// Grid, roles, registers, barriers and pipeline are the forward's (forward.cu): loads, pulls (reverse-combine), tasks, stores (reverse-dispatch)
 // and two consumer warpgroups of 64 rows x 256 columns. What differs:
 //   Operands   data gradients read the weights as they lie, N-major; weight gradients read both operands along their outputs (wgmma.cuh).
 //   Tasks      computed by the scheduling lane from the schedule's prefixes (backward_tasks.cuh), no table.
 //   Stages     a dgrad_down tile is followed by four stages that bring its gate and up and take away the three results (dswiglu.cuh).
 // Counters   (global memory, cleared by every call, indexed by absolute row tile)
 //           landed           128 rows of dOut (and x) and their weights    pull_rows -> loads
-//           replayed         8 warps x gate+up column tiles                epilogue -> dgrad_down
-//           d_gate_up_ready  8 warps x dgrad_down column tiles             epilogue -> dgrad_up, pull_rows (lead)
-//           run_ready        the same, over an expert's tiles in a macrobatch  epilogue -> weight gradients
-//           up_done          2 warpgroups x dgrad_up column tiles          mainloop -> dgrad_down (d_gate_up slot is free)
-//           wgrad_done [L]   8 warps x 2 CTAs x tasks, for every round     epilogue -> pull_rows (slots are free), later rounds (carry)
-//           shared_ready     8 warps x shared dgrad_down column tiles; behind the last, over all token tiles
+//           replayed         gate+up column tiles, written                 pushes -> dgrad_down
+//           d_gate_up_ready  dgrad_down column tiles, written              pushes -> dgrad_up, pull_rows (lead)
+//           run_ready        the same, over an expert's tiles in a macrobatch  pushes -> weight gradients
+//           up_done          dgrad_up column tiles, multiplied             pushes -> dgrad_down (d_gate_up slot is free)
+//           wgrad_done [L]   2 CTAs x tasks, for every round               pushes -> pull_rows (slots are free), later rounds (carry)
+//           shared_ready     shared dgrad_down column tiles; behind the last, over all token tiles
 #include <cstring>
 
-#include "../combine.cuh"
 #include "../tensor_map.h"
 #include "backward_compute.cuh"
 #include "backward_load.cuh"
+#include "backward_push.cuh"
 #include "launch.cuh"
 
 namespace mok::cuda::sm90 {
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
   const BackwardParams& p = launch.rank[kRanks == 1 ? 0 : blockIdx.x / (gridDim.x / kRanks)];
   run_roles(
       smem, p.limits, [&] { load_backward_operands(p, smem); }, [&] { pull_rows(p, smem); }, [&] { schedule_backward_tasks(p, smem); },
-      [&] { combine_rows(p, smem); },
+      [&] { push_tiles(p, smem); },
       [&](uint32_t group) {
         pull_head(p, blockIdx.x % (gridDim.x / kRanks), gridDim.x / kRanks);
         compute_backward_tiles(p, smem, group);
@@ -62,7 +62,7 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
     rows_of(maps[0], base, width, count, kBoxRows);
     rows_of(maps[1], base, width, count, kBlockM);
   };
-  const auto store = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count) { rows_of(map, base, width, count, 16); };
+  const auto store = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count) { rows_of(map, base, width, count, kBoxRows); };
   const auto matrices = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count, int64_t depth, int box_rows) {
     if (base != nullptr) ok = ok && make_weight_map(map, base, width, count, depth, kBlockK, box_rows);
   };
@@ -82,13 +82,13 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
     rows_of(p.replay_x, buffer(l.x), hidden, rows, kBoxRows);
     chunks(p.window_x, buffer(l.x), hidden, rows);
     rows_of(p.window_gate_up, buffer(l.gate_up), 2 * inter, rows, kBlockM);
-    store(p.window_gate_up_out, buffer(l.gate_up), 2 * inter, rows);
+    rows_of(p.window_gate_up_out, buffer(l.gate_up), 2 * inter, rows, kBlockM);
     matrices(p.replay_weights, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts), kBoxColumns);
   }
   chunks(p.gate_up_proj, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts));
   chunks(p.down_proj, a.down_proj, inter, hidden, a.local_experts);
-  matrices(p.d_gate_up_proj_out, b.d_gate_up_proj, hidden, 2 * inter, a.local_experts, 16);
-  matrices(p.d_down_proj_out, b.d_down_proj, inter, hidden, a.local_experts, 16);
+  matrices(p.d_gate_up_proj_out, b.d_gate_up_proj, hidden, 2 * inter, a.local_experts, kBlockM);
+  matrices(p.d_down_proj_out, b.d_down_proj, inter, hidden, a.local_experts, kBlockM);
   if (shared_needed(b)) {
     chunks(p.local_x, b.x, hidden, a.tokens);
     load(p.local_dout, b.dout, hidden, a.tokens);
@@ -102,9 +102,9 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
     chunks(p.shared_gate, a.shared_gate, hidden, shared);
     chunks(p.shared_up, a.shared_up, hidden, shared);
     chunks(p.shared_down, a.shared_down, shared, hidden);
-    matrices(p.d_shared_gate_out, b.d_shared_gate, hidden, shared, 1, 16);
-    matrices(p.d_shared_up_out, b.d_shared_up, hidden, shared, 1, 16);
-    matrices(p.d_shared_down_out, b.d_shared_down, shared, hidden, 1, 16);
+    matrices(p.d_shared_gate_out, b.d_shared_gate, hidden, shared, 1, kBlockM);
+    matrices(p.d_shared_up_out, b.d_shared_up, hidden, shared, 1, kBlockM);
+    matrices(p.d_shared_down_out, b.d_shared_down, shared, hidden, 1, kBlockM);
   }
   if (!ok) return cudaErrorInvalidValue;
 

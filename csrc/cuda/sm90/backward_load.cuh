@@ -37,15 +37,15 @@ __device__ __forceinline__ bool wait_inputs(const BackwardParams& p, const Backw
     case kReplay: ok = wait_counter(watch, p.landed + tile, kRowsPerTile, kWaitDispatched, tile); break;
     case kDgradDown:
       ok = wait_counter(watch, p.landed + tile, kRowsPerTile, kWaitDispatched, tile);
-      if (ok && task.replayed()) ok = wait_counter(watch, p.replayed + tile, kConsumerWarps * plan.replay_columns, kWaitReplayed, tile);
-      if (ok && dx && tile >= plan.window) ok = wait_counter(watch, p.up_done + tile - plan.window, 2 * plan.up_columns, kWaitSlot, tile);
+      if (ok && task.replayed()) ok = wait_counter(watch, p.replayed + tile, plan.replay_columns, kWaitReplayed, tile);
+      if (ok && dx && tile >= plan.window) ok = wait_counter(watch, p.up_done + tile - plan.window, plan.up_columns, kWaitSlot, tile);
       break;
-    case kDgradUp: ok = wait_counter(watch, p.d_gate_up_ready + tile, kConsumerWarps * plan.down_columns, kWaitHidden, tile); break;
-    case kSharedDgradUp: ok = wait_counter(watch, p.shared_ready + tile, kConsumerWarps * plan.shared_down_columns, kWaitHidden, tile); break;
+    case kDgradUp: ok = wait_counter(watch, p.d_gate_up_ready + tile, plan.down_columns, kWaitHidden, tile); break;
+    case kSharedDgradUp: ok = wait_counter(watch, p.shared_ready + tile, plan.shared_down_columns, kWaitHidden, tile); break;
     case kSharedDgradDown: break;
     case kWgradGateUp:
     case kWgradDown:
-      ok = wait_counter(watch, p.run_ready + task.tile(), kConsumerWarps * plan.down_columns * task.count, kWaitHidden, task.tile());
+      ok = wait_counter(watch, p.run_ready + task.tile(), plan.down_columns * task.count, kWaitHidden, task.tile());
       if (ok && !task.first()) {
         ok = wait_counter(watch, p.wgrad_done + task.expert(), p.wgrad_arrivals() * (plan.rounds(task.expert(), task.tile() / plan.window) - 1),
                           kWaitCarry, task.expert());
@@ -57,7 +57,7 @@ __device__ __forceinline__ bool wait_inputs(const BackwardParams& p, const Backw
       }
       break;
     default:
-      ok = wait_counter(watch, p.shared_ready + task.count, kConsumerWarps * plan.shared_down_columns * task.count, kWaitHidden, tile);
+      ok = wait_counter(watch, p.shared_ready + task.count, plan.shared_down_columns * task.count, kWaitHidden, tile);
   }
   ptx::fence_proxy_async();
   return ok;
@@ -193,14 +193,14 @@ __device__ __forceinline__ void pull_rows(const BackwardParams& p, uint32_t smem
     const int64_t row = static_cast<int64_t>(p.slot(tile)) * kRowsPerTile + ticket.in_tile;
     if (lane == 0) {
       if (tile >= p.lead_tiles)
-        wait_counter(watch, p.d_gate_up_ready + tile - p.lead_tiles, kConsumerWarps * plan.down_columns, kWaitSlot, tile);
+        wait_counter(watch, p.d_gate_up_ready + tile - p.lead_tiles, plan.down_columns, kWaitSlot, tile);
       const int previous = tile - plan.window;
       if (previous >= 0) {
         if (plan.wgrad_tasks() > 0) {
           const int expert = plan.expert_of(previous);
           wait_counter(watch, p.wgrad_done + expert, p.wgrad_arrivals() * plan.rounds(expert, previous / plan.window), kWaitSlot, tile);
         } else {
-          wait_counter(watch, p.d_gate_up_ready + previous, kConsumerWarps * plan.down_columns, kWaitSlot, tile);
+          wait_counter(watch, p.d_gate_up_ready + previous, plan.down_columns, kWaitSlot, tile);
         }
       }
       ptx::fence_proxy_async();

@@ -14,13 +14,10 @@ __device__ __forceinline__ BackwardTask load_task(uint32_t at, BackwardTask*) {
 
 namespace mok::cuda::sm90 {
 
-constexpr int kPassedByGradient = 8;   // k-blocks that pass by the stage through which a weight gradient's tile leaves
+constexpr int kPassedByGradient = 4;   // k-blocks that pass by the stage through which a weight gradient's tile leaves
 constexpr int kGateUpBlocks = 4;       // stages that bring gate and up of a dgrad_down tile, 64 columns each
 
 struct alignas(128) BackwardParams {
-  using TaskType = BackwardTask;
-  static constexpr uint32_t kOutput = kDgradUp, kSharedOutput = kSharedDgradUp;
-
   // Loads. A operands: boxes of 64 rows x 64 columns, and of a whole row tile (replay_x: the former; gate and up: the latter).
   CUtensorMap window_dout[2], window_d_gate_up[2], local_dout[2], shared_d_gate_up[2];
   CUtensorMap replay_x, ring_gate_up, window_gate_up, shared_gate_up;
@@ -28,7 +25,7 @@ struct alignas(128) BackwardParams {
   CUtensorMap gate_up_proj, down_proj, ring_x, window_x, window_weighted_h, replay_weights;
   CUtensorMap shared_gate, shared_up, shared_down, local_x, shared_weighted_h;
   CUtensorMap columns_dout, columns_d_gate_up, shared_columns_dout, shared_columns_d_gate_up;
-  // Stores, boxes of 16 rows x 64 columns.
+  // Stores, boxes of 64 columns and a row tile, or half a row tile of d_gate_up and w * h.
   CUtensorMap window_gate_up_out, window_d_gate_up_out, window_weighted_h_out, shared_d_gate_up_out, shared_weighted_h_out;
   CUtensorMap d_gate_up_proj_out, d_down_proj_out, d_shared_gate_out, d_shared_up_out, d_shared_down_out;
 
@@ -60,7 +57,7 @@ struct alignas(128) BackwardParams {
   }
   __device__ __forceinline__ bool replays(int tile) const { return tile / plan.window * plan.window >= plan.saved; }
   __device__ __forceinline__ int slot(int tile) const { return tile % plan.window; }
-  __device__ __forceinline__ uint32_t wgrad_arrivals() const { return 2 * kConsumerWarps * plan.wgrad_tasks(); }
+  __device__ __forceinline__ uint32_t wgrad_arrivals() const { return 2 * plan.wgrad_tasks(); }
 };
 
 // What a task multiplies: how many k-blocks, and how its operands lie.

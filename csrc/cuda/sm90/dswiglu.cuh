@@ -1,8 +1,8 @@
 // What a consumer warp does with its 16 rows x 256 columns of dh' = dOut @ W_down: router gradient, dSwiGLU, and w * h for the weight gradient.
 //
 // Gate and up come through the pipeline, 64 columns a stage: gate in the first third of it, up in the second. Each warp reads its 16 rows as
-// fragments that lie like its accumulators, writes d_gate and d_up back in their places and w * h into the last third, and sends all three as
-// tensor stores. The stage is free when they have read it; meanwhile the next stage is worked on, and the next tile's operands arrive.
+// fragments that lie like its accumulators, writes d_gate and d_up back in their places and w * h into the last third, and hands the stage over
+// (push.cuh). Meanwhile the next stage is worked on, and the next tile's operands arrive.
 #pragma once
 #include "../numerics.cuh"
 #include "epilogue.cuh"
@@ -52,11 +52,9 @@ __device__ __forceinline__ void dswiglu_block(const float (&dh)[32], uint32_t st
 }
 
 struct HiddenGradient {
-  const CUtensorMap *d_gate_up, *weighted_h;
   float* dots;   // of the warp's first row, column 0
   int parts;     // partials a row
   int rows;      // of this warp's 16 that exist
-  int row0;      // first of them in the outputs
   int column, width;
   float limit;
 };
@@ -67,21 +65,23 @@ __device__ __forceinline__ void take_quarter(const float (&acc)[128], float (&dh
   for (int i = 0; i < 32; ++i) dh[i] = acc[32 * kBlock + i];
 }
 
-// Returns the stage whose stores are still under way, or kStages. The four blocks are a loop, over a copy of their quarter of acc: unrolled, they
-// were 60 KB of instructions that each tile fetched once.
-__device__ __forceinline__ uint32_t hidden_gradient_epilogue(const float (&acc)[128], const HiddenGradient& g, const float (&weight)[2], uint32_t smem,
-                                                             int in_tile, uint32_t empty_bar, bool idle, StageOrder& stage, Watch& watch) {
+// The four blocks are a loop, over a copy of their quarter of acc: unrolled, they were 60 KB of instructions that each tile fetched once.
+__device__ __forceinline__ void hidden_gradient_epilogue(const float (&acc)[128], const HiddenGradient& g, const float (&weight)[2], uint32_t smem,
+                                                         int in_tile, uint32_t empty_bar, bool idle, StageOrder& stage, Handover& handover,
+                                                         Watch& watch) {
   const int lane = threadIdx.x % 32;
   RowPair rows{{weight[0], weight[1]}, {}};
-  uint32_t sent = kStages;
 #pragma unroll 1
   for (int block = 0; block < kGateUpBlocks; ++block) {
     const int x = g.column + kDotColumns * block;
     wait_mbarrier(watch, smem + Shared::kFull + 8 * stage.slot, stage.phase(), kWaitOperand);
     const uint32_t slot = stage.slot, at = smem + slot * kStageBytes;
     stage.advance();
-    const bool works = x < g.width && !idle;
-    if (works) {
+    if (x >= g.width) {
+      if (empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * slot);
+      continue;
+    }
+    if (!idle) {
       float dh[32];
       switch (block) {
         case 0: take_quarter<0>(acc, dh); break;
@@ -94,36 +94,15 @@ __device__ __forceinline__ uint32_t hidden_gradient_epilogue(const float (&acc)[
       } else {
         dswiglu_block<false>(dh, at, in_tile, g.limit, rows);
       }
-      ptx::fence_proxy_async_shared();
-      __syncwarp();
-      if (lane == 0) {
-        const uint32_t boxes = at + in_tile * 128;
-        ptx::tensor_store_2d(g.d_gate_up, boxes, x, g.row0, ptx::evict_normal());
-        ptx::tensor_store_2d(g.d_gate_up, boxes + kABytes, g.width + x, g.row0, ptx::evict_normal());
-        ptx::tensor_store_2d(g.weighted_h, boxes + 2 * kABytes, x, g.row0, ptx::evict_normal());
-        ptx::bulk_commit();
-      }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = lane / 4 + 8 * half;
         if (lane % 4 == 0 && row < g.rows) g.dots[static_cast<int64_t>(row) * g.parts + x / kDotColumns] = rows.dot[half];
       }
     }
-    if (sent < kStages) {  // the block before: its stores have had this block's time
-      if (lane == 0) {
-        if (works) ptx::bulk_wait_read<1>(); else ptx::bulk_wait_read<0>();
-      }
-      __syncwarp();
-      if (empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * sent);
-      sent = kStages;
-    }
-    if (works) {
-      sent = slot;
-    } else if (empty_bar != 0) {
-      ptx::mbarrier_arrive_cluster(empty_bar + 8 * slot);
-    }
+    handover.wait_free(smem, watch);
+    handover.send(smem, in_tile, slot);
   }
-  return sent;
 }
 
 }  // namespace mok::cuda::sm90

@@ -5,34 +5,33 @@
 // Roles     warp 0   lane 0: loads operands (load_operands)          40 registers
 //           warp 1   dispatch: peer rows -> ring (dispatch_rows)     40
 //           warp 2   lane 0 of the cluster's first CTA: takes tasks  40
-//           warp 3   combine: output rows -> their owners (combine_rows) 40
+//           warp 3   stores: gate, up and h -> ring, output rows -> their owners (push_tiles) 40
 //           warps 4-7, 8-11   consumer warpgroups, 64 rows x 256 columns each   232
 // Barriers  (shared memory; arrivals, and who frees what)
 //           full[4]        1 + 48 KB: own producer's expectation; bytes come from both CTAs' producers
 //           empty[4]       16: the consumer warps of both CTAs, after the wgmma group that read the stage is complete
 //           Each tile ends with a stage that carries no operands: the producer hands it over (full, no bytes), consumers write the finished
-//           tile into it, and it is freed when the stores have read it: by each consumer warp (gate+up), or by the combine warps, eight
-//           arrivals to each CTA (down).
+//           tile into it, and the pushing warp frees it when its stores have read it, eight arrivals to each CTA.
 //           task_full[2]   1: the scheduler, into both CTAs
-//           task_empty[2]  8, in the first CTA: loads and combine (task read) and two warpgroups (tile multiplied) of both CTAs
-//           out_full       8: the consumer warps, a down tile lies in the windows
-//           out_free       1: the combine warp, its stores have read the windows
+//           task_empty[2]  8, in the first CTA: loads and pushes (task read) and two warpgroups (tile multiplied) of both CTAs
+//           out_full       8: the consumer warps, a part of a tile is in place
+//           out_free       1: the pushing warp, its stores have read it
 //           copy_full[8]   1 + a piece of a row: the dispatch warp's own pulls
 // Counters  (global memory, cleared by mok_schedule, indexed by absolute row tile)
 //           x_ready        128 rows landed                         dispatch -> load_operands
-//           h_ready        8 warps x gate+up column tiles, written  epilogue -> load_operands of down; dispatch (x slot is free)
-//           down_done      2 warpgroups x down column tiles        mainloop -> load_operands of gate+up (h slot is free)
-//           shared_h_ready 8 warps x shared gate+up column tiles
+//           h_ready        gate+up column tiles, written           pushes -> load_operands of down; dispatch (x slot is free)
+//           down_done      down column tiles, multiplied           pushes -> load_operands of gate+up (h slot is free)
+//           shared_h_ready shared gate+up column tiles
 // Nothing here waits for another rank: peers' x is complete before the launch, and pushes are waited for after it.
 #include <cstdlib>
 #include <cstring>
 
-#include "../combine.cuh"
 #include "../dispatch.cuh"
 #include "../tensor_map.h"
 #include "compute.cuh"
 #include "launch.cuh"
 #include "load.cuh"
+#include "push.cuh"
 
 namespace mok::cuda::sm90 {
 
@@ -51,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
       [&] {
         if (p.dispatches()) dispatch_rows(p, smem);
       },
-      [&] { schedule_tasks(p, smem); }, [&] { combine_rows(p, smem); },
+      [&] { schedule_tasks(p, smem); }, [&] { push_tiles(p, smem); },
       [&](uint32_t group) {
         if (p.dispatches()) dispatch_head(p, blockIdx.x % (gridDim.x / kRanks), gridDim.x / kRanks);
         compute_tiles(p, smem, group);
@@ -78,15 +77,15 @@ cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
   };
   operand(p.ring_x, a.ring_x, a.hidden, ring_rows);
   operand(p.ring_h, a.ring_h, a.inter, ring_rows);
-  rows(p.ring_gate_up_out, a.ring_gate_up, 2 * static_cast<int64_t>(a.inter), ring_rows, 16);
-  rows(p.ring_h_out, a.ring_h, a.inter, ring_rows, 16);
+  rows(p.ring_gate_up_out, a.ring_gate_up, 2 * static_cast<int64_t>(a.inter), ring_rows, kBlockM);
+  rows(p.ring_h_out, a.ring_h, a.inter, ring_rows, kBlockM);
   weights(p.gate_up_proj, a.gate_up_proj, a.hidden, a.inter, 2 * static_cast<int64_t>(a.local_experts));
   weights(p.down_proj, a.down_proj, a.inter, a.hidden, a.local_experts);
   if (a.shared_inter > 0) {
     operand(p.local_x, a.peer_x[a.rank], a.hidden, a.tokens);
     operand(p.shared_h, a.shared_h, a.shared_inter, a.tokens);
-    rows(p.shared_gate_up_out, a.shared_gate_up, 2 * static_cast<int64_t>(a.shared_inter), a.tokens, 16);
-    rows(p.shared_h_out, a.shared_h, a.shared_inter, a.tokens, 16);
+    rows(p.shared_gate_up_out, a.shared_gate_up, 2 * static_cast<int64_t>(a.shared_inter), a.tokens, kBlockM);
+    rows(p.shared_h_out, a.shared_h, a.shared_inter, a.tokens, kBlockM);
     weights(p.shared_gate, a.shared_gate, a.hidden, a.shared_inter, 1);
     weights(p.shared_up, a.shared_up, a.hidden, a.shared_inter, 1);
     weights(p.shared_down, a.shared_down, a.shared_inter, a.hidden, 1);

@@ -26,15 +26,17 @@ constexpr int kStageBytes = kABytes + kBBytes;
 constexpr int kTaskSlots = 2;                     // the task in hand and the next
 constexpr int kThreads = 384;
 // A finished tile leaves through one stage borrowed from the pipeline and this room behind it, so that stores run while the next tile is
-// multiplied. It lies in 16 half windows of 8 rows of 256 bf16, 528 bytes apart (so the rows of a fragment start in different banks), two for
-// each consumer warp. The next tile's first k-blocks pass the borrowed stage by, until its stores have read it (StageOrder). Measured
-// (kimi gate+up / qwen down, TFLOP/s): ordinary stores 706 / 519, this room for a whole tile and three stages 643 / 587.
+// multiplied: as 16 half windows of 8 rows of 256 bf16, 528 bytes apart (so the rows of a fragment start in different banks), two for each
+// consumer warp, or as four boxes of 128 rows x 64 columns. The next tile's first k-blocks pass the borrowed stage by, until its stores have
+// read it (StageOrder).
 constexpr int kOutPitch = 528;
 constexpr int kHalfWindow = 8 * kOutPitch;
 constexpr int kHalvesInStage = 11;
 constexpr int kRestBytes = (16 - kHalvesInStage) * kHalfWindow;
+constexpr int kBoxBytes = kBlockM * 128;
+constexpr int kBoxesInStage = 3;
 constexpr int kPassedByGateUp = 5, kPassedByDown = 14;  // k-blocks; down rows take longer, since each is a store of its own
-static_assert(kHalvesInStage * kHalfWindow <= kStageBytes, "windows do not fit");
+static_assert(kHalvesInStage * kHalfWindow <= kStageBytes && kBoxesInStage * kBoxBytes <= kStageBytes && kBoxBytes <= kRestBytes, "a tile does not fit");
 constexpr int kCopyBytes = 14336;                 // dispatch ring
 constexpr int kCopySlots = 8;
 
@@ -45,23 +47,20 @@ struct Shared {
   static constexpr int kFull = kBarriers;                      // [stages] 1 arrival: own producer, + bytes from both CTAs
   static constexpr int kEmpty = kFull + 8 * kStages;           // [stages] 16 arrivals: eight consumer warps of each CTA
   static constexpr int kTaskFull = kEmpty + 8 * kStages;       // [slots] 1 arrival: the leader's scheduler
-  static constexpr int kTaskEmpty = kTaskFull + 8 * kTaskSlots; // [slots], leader's only: 8 arrivals, loads, combine and two warpgroups of each CTA
+  static constexpr int kTaskEmpty = kTaskFull + 8 * kTaskSlots; // [slots], leader's only: 8 arrivals, loads, pushes and two warpgroups of each CTA
   static constexpr int kCopyFull = kTaskEmpty + 8 * kTaskSlots; // [copy slots] 1 arrival + bytes
-  static constexpr int kOutFull = kCopyFull + 8 * kCopySlots;  // 8 arrivals: consumer warps, output rows are in their windows
-  static constexpr int kOutFree = kOutFull + 8;                // 1 arrival: the combine warp has sent them
+  static constexpr int kOutFull = kCopyFull + 8 * kCopySlots;  // 8 arrivals: consumer warps, a part of a tile is in place
+  static constexpr int kOutFree = kOutFull + 8;                // 1 arrival: the pushing warp, its stores have read it
   static constexpr int kTask = (kOutFree + 8 + 15) / 16 * 16;  // [slots] 16 bytes
-  static constexpr int kOutStage = kTask + 16 * kTaskSlots;    // 4 bytes: the stage that the down tile in the windows has borrowed
+  static constexpr int kOutStage = kTask + 16 * kTaskSlots;    // 4 bytes: the stage that this part lies in
   static constexpr int kBytes = kOutStage + 8;
 };
 static_assert(Shared::kBytes <= 232448, "more shared memory than an SM has");
 
 struct alignas(128) ForwardParams {
-  using TaskType = Task;
-  static constexpr uint32_t kOutput = kTaskDown, kSharedOutput = kTaskSharedDown;  // kinds whose tiles the combine warp sends
-
   CUtensorMap ring_x[2], ring_h[2], local_x[2], shared_h[2];  // boxes of half a row tile, and of a whole one
   CUtensorMap gate_up_proj, down_proj, shared_gate, shared_up, shared_down;
-  CUtensorMap ring_gate_up_out, ring_h_out, shared_gate_up_out, shared_h_out;  // stores: boxes of 16 rows
+  CUtensorMap ring_gate_up_out, ring_h_out, shared_gate_up_out, shared_h_out;  // stores: boxes of a row tile
 
   const __nv_bfloat16* peer_x[MOK_MAX_RANKS];
   __nv_bfloat16* peer_routed[MOK_MAX_RANKS];
@@ -122,6 +121,10 @@ static_assert((kStages & (kStages - 1)) == 0, "slot arithmetic");
 
 __device__ __forceinline__ uint32_t half_window(uint32_t smem, uint32_t borrowed, int half) {
   return smem + (half < kHalvesInStage ? borrowed * kStageBytes + half * kHalfWindow : Shared::kRest + (half - kHalvesInStage) * kHalfWindow);
+}
+
+__device__ __forceinline__ uint32_t out_box(uint32_t smem, uint32_t borrowed, int box) {
+  return smem + (box < kBoxesInStage ? borrowed * kStageBytes + box * kBoxBytes : Shared::kRest);
 }
 
 // The next task of this cluster; every role of both CTAs reads the same sequence.

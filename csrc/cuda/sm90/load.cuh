@@ -30,13 +30,13 @@ __device__ __forceinline__ bool wait_rows(const ForwardParams& p, const Task& ta
     case kTaskGateUp:
       if (p.dispatches()) ok = wait_counter(watch, p.x_ready + tile, kRowsPerTile, kWaitDispatched, tile);
       if (ok && tile + p.ring_tiles < p.header->tiles)
-        ok = wait_counter(watch, p.down_done + tile + p.ring_tiles, 2 * p.columns.down, kWaitSlot, tile);
+        ok = wait_counter(watch, p.down_done + tile + p.ring_tiles, p.columns.down, kWaitSlot, tile);
       break;
     case kTaskDown:
-      ok = wait_counter(watch, p.h_ready + tile, kConsumerWarps * p.columns.gate_up, kWaitHidden, tile);
+      ok = wait_counter(watch, p.h_ready + tile, p.columns.gate_up, kWaitHidden, tile);
       break;
     case kTaskSharedDown:
-      ok = wait_counter(watch, p.shared_h_ready + tile, kConsumerWarps * p.columns.shared_gate_up, kWaitHidden, tile);
+      ok = wait_counter(watch, p.shared_h_ready + tile, p.columns.shared_gate_up, kWaitHidden, tile);
       break;
     default: break;
   }

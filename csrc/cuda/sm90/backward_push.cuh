@@ -1,0 +1,101 @@
+// The pushing warp of the backward.
+#pragma once
+#include "backward_params.cuh"
+#include "push.cuh"
+
+namespace mok::cuda::sm90 {
+
+// d_gate, d_up and w * h of a dgrad_down tile, a stage for each 64 columns. The upper half of a short tile holds nothing.
+__device__ __forceinline__ bool push_hidden_gradient(Outbox& box, const CUtensorMap* d_gate_up, const CUtensorMap* weighted_h, int column, int width,
+                                                     int row, bool is_short) {
+  for (int x = column; x < min(column + kWideColumns, width); x += kDotColumns) {
+    const uint32_t stage = box.take();
+    if (stage == kStages) return false;
+    if (threadIdx.x % 32 == 0) {
+      for (int y = 0; y < (is_short ? kBoxRows : kBlockM); y += kBoxRows) {
+        const uint32_t from = box.smem + stage * kStageBytes + y * 128;
+        ptx::tensor_store_2d(d_gate_up, from, x, row + y, ptx::evict_normal());
+        ptx::tensor_store_2d(d_gate_up, from + kABytes, width + x, row + y, ptx::evict_normal());
+        ptx::tensor_store_2d(weighted_h, from + 2 * kABytes, x, row + y, ptx::evict_normal());
+      }
+      ptx::bulk_commit();
+    }
+    box.release();
+    box.give_back(stage);
+  }
+  return true;
+}
+
+// A finished output tile of a weight gradient; of an unfinished one the consumers have stored the carry.
+__device__ __forceinline__ bool push_weight_gradient(Outbox& box, const BackwardParams& p, const BackwardTask& task, int row) {
+  const uint32_t stage = box.take();
+  if (stage == kStages) return false;
+  if (threadIdx.x % 32 == 0 && task.last()) {
+    const CUtensorMap* to = nullptr;
+    int rows = 0, columns = p.hidden;
+    switch (task.kind()) {
+      case kWgradGateUp: to = &p.d_gate_up_proj_out, rows = 2 * p.inter; break;
+      case kWgradDown: to = &p.d_down_proj_out, rows = p.hidden, columns = p.inter; break;
+      case kSharedWgradGate: to = &p.d_shared_gate_out, rows = p.shared_inter; break;
+      case kSharedWgradUp: to = &p.d_shared_up_out, rows = p.shared_inter; break;
+      default: to = &p.d_shared_down_out, rows = p.hidden, columns = p.shared_inter; break;
+    }
+    const int column = task.column() * kWideColumns;
+    for (int i = 0; i < kWideColumns / 64; ++i)
+      if (row < rows && column + 64 * i < columns)
+        ptx::tensor_store_3d(to, out_box(box.smem, stage, i), column + 64 * i, row, task.expert(), ptx::evict_first());
+    ptx::bulk_commit();
+  }
+  box.release();
+  box.give_back(stage);
+  return true;
+}
+
+// All 32 lanes.
+__device__ __forceinline__ void push_tiles(const BackwardParams& p, uint32_t smem) {
+  const BackwardPlan& plan = p.plan;
+  const uint32_t cta = ptx::cta_rank_in_cluster();
+  const uint32_t task_empty = ptx::cluster_address(smem + Shared::kTaskEmpty, 0);
+  const int tiles = p.header->tiles;
+  Outbox box(p.limits, smem);
+  RingPosition<kTaskSlots> at;
+  for (bool more = true; more;) {
+    const BackwardTask task = read_task<BackwardTask>(smem, at, box.watch);
+    if (__any_sync(~0u, task.is_end())) break;
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive_cluster(task_empty + 8 * at.slot);
+    at.advance();
+    const Product product(p, task);
+    const bool shared = product.shared;
+    if (product.wgrad) {
+      more = push_weight_gradient(box, p, task, (task.row() + static_cast<int>(cta)) * kBlockM);
+      if (more && !shared) box.count(p.wgrad_done + task.expert());
+      continue;
+    }
+    const bool replay = product.kind == kReplay, of_hidden = replay || product.gradient_of_hidden;
+    const int tile = task.tile() + (task.two() ? cta : 0);
+    const int column = (task.column() + (task.two() ? 0 : cta)) * (replay ? kGateUpColumns : kWideColumns);
+    const int width = of_hidden ? (shared ? p.shared_inter : p.inter) : p.hidden;
+    const int row = (shared ? tile : p.slot(tile)) * kBlockM;
+    if (column >= width) continue;  // this CTA only helped its neighbour to load
+    if (replay) {
+      more = push_gate_up(box, &p.window_gate_up_out, nullptr, column, width, row);
+      if (more) box.count(p.replayed + tile);
+    } else if (product.gradient_of_hidden) {
+      more = push_hidden_gradient(box, shared ? &p.shared_d_gate_up_out : &p.window_d_gate_up_out,
+                                  shared ? &p.shared_weighted_h_out : &p.window_weighted_h_out, column, width, row,
+                                  task.is_short() && (!task.two() || cta == 1));
+      if (!more) break;
+      if (shared) {
+        box.count(p.shared_ready + tile, p.shared_ready + ceil_div(p.tokens, kBlockM));
+      } else {
+        box.count(p.d_gate_up_ready + tile, p.run_ready + plan.run_of(task.expert(), tile));
+      }
+    } else {
+      const bool reused = !shared && tile + plan.window < tiles;  // another tile of d_gate_up comes to its slot
+      more = push_rows(box, OutputRows(p, tile, column, shared), reused ? p.up_done + tile : nullptr);
+    }
+  }
+  ptx::bulk_wait_all();
+}
+
+}  // namespace mok::cuda::sm90
