@@ -5,8 +5,12 @@
 Ours is the operator as a training step calls it, eager, with autograd. The composite's forward, backward and both are
 replays of CUDA graphs; its backward counts as the lesser of its own graph and both less forward. Transformers is eager.
 Time covers hidden states + top-k ids and weights -> output, and dOut -> all gradients. Before anything is timed, every
-output and gradient is compared with fp64. Memory is what one forward and backward add at their peak, gradients and our
-workspace included.
+output and gradient is compared with fp64.
+
+Memory: `peak_mib` is what one forward and backward add at their peak, gradients and our workspace included, and
+`peak_checkpointed_mib` the same under torch.utils.checkpoint. `workspace_mib` of it stays, once for all layers.
+`kept_mib` is what a forward leaves for its backward, for each layer of a model: it has the output, which the next layer
+keeps as its input, and neither weights nor workspace.
 """
 
 import argparse
@@ -15,6 +19,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -70,6 +75,11 @@ def step(layer, inputs, weights):
     return out, *torch.autograd.grad(out, inputs.leaves(weights), inputs.dout)
 
 
+def checkpointed_step(layer, inputs, weights):
+    out = checkpoint(layer, inputs.x, inputs.ids, inputs.weight, use_reentrant=False)
+    return out, *torch.autograd.grad(out, inputs.leaves(weights), inputs.dout)
+
+
 def exact(inputs, weights):
     """The same in fp64."""
     leaf = lambda t: t.detach().double().requires_grad_()
@@ -96,16 +106,50 @@ def worst_error(results, expected):
     return max(errors)
 
 
-def peak_bytes(function):
+def allocated():
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+def peak_bytes(function):
+    before = allocated()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     result = function()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     del result
     return peak
+
+
+def kept_bytes(forward):
+    before = allocated()
+    out = forward()
+    kept = allocated() - before
+    del out
+    return kept
+
+
+def memory_of(layer, inputs, weights):
+    """Bytes by the names of a result's row, less `_mib`. The layer's first step: the one that makes its workspace."""
+    before = allocated()
+    peak = peak_bytes(lambda: step(layer, inputs, weights))
+    workspace = allocated() - before
+    return dict(
+        peak=peak,
+        peak_checkpointed=workspace + peak_bytes(lambda: checkpointed_step(layer, inputs, weights)),
+        kept=kept_bytes(lambda: layer(inputs.x, inputs.ids, inputs.weight)),
+        workspace=workspace,
+    )
+
+
+def composite_memory(composite, inputs):
+    """The same of the composite, which has no autograd: what it keeps lies in `saved`, here of no step before."""
+    composite.saved = None
+    peak = peak_bytes(lambda: composite_step(composite, inputs))
+    composite.saved = None
+    kept = kept_bytes(lambda: composite(inputs.x, inputs.ids, inputs.weight))
+    return dict(peak=peak, kept=kept, workspace=0)
 
 
 def functions_of(layer, sets, weights):
@@ -146,12 +190,11 @@ def run(name, tokens, shared, rings, rounds, block_ms):
     with torch.no_grad():
         composite = Composite(weights, k)
 
-    # Each layer's first step makes its workspace, the libraries' and ours, so it is what memory is measured on.
-    step(layers["transformers"], sets[0], weights)
-    memory = {impl: peak_bytes(lambda: step(layer, sets[0], weights)) for impl, layer in layers.items()}
+    step(layers["transformers"], sets[0], weights)  # makes the libraries' workspaces, which are nobody's
+    memory = {impl: memory_of(layer, sets[0], weights) for impl, layer in layers.items()}
     with torch.no_grad():
         composite_step(composite, sets[0])
-        memory["composite"] = peak_bytes(lambda: composite_step(composite, sets[0]))
+        memory["composite"] = composite_memory(composite, sets[0])
         expected_shape = [t.shape for t in composite_step(composite, sets[0])]
     expected = exact(sets[0], weights)
     assert [t.shape for t in expected] == expected_shape
@@ -193,7 +236,7 @@ def run(name, tokens, shared, rings, rounds, block_ms):
                     tflops=factor * forward_flops / statistics.median(t) / 1e9,
                     dense_tflops=dense,
                     rel_error=errors[impl],
-                    peak_mib=memory[impl] / 2**20,
+                    **{f"{what}_mib": num / 2**20 for what, num in memory[impl].items()},
                     sm_mhz=clocks[impl, p],
                     slower_than_mok=median,
                     slower_than_mok_95=[low, high],
@@ -215,10 +258,11 @@ def show(name, tokens, width, rows, dense):
                 low, high = r["slower_than_mok_95"]
                 text += f" | {impl} {r['ms_median']:.3f} x{r['slower_than_mok']:.3f} [{low:.3f} {high:.3f}]"
         print(text)
+    for what in ("peak", "peak_checkpointed", "kept", "workspace"):
+        key = f"{what}_mib"
+        print(f"  {what} MiB", {impl: round(r[key]) for (impl, p), r in of.items() if p == "both" and key in r})
     print(
-        "  memory MiB",
-        {impl: round(r["peak_mib"]) for (impl, p), r in of.items() if p == "both"},
-        "worst error",
+        "  worst error",
         {impl: f"{r['rel_error']:.1e}" for (impl, p), r in of.items() if p == "both"},
         flush=True,
     )

@@ -73,11 +73,30 @@ def times(result: dict) -> str:
     return "".join(out)
 
 
+MEMORY = """\
+MiB that one forward and backward add at their peak, all gradients and our workspace included. The workspace is
+allocated once and shared by all layers of a model.
+"""
+
+MEMORY_PARTS = """ *Kept* is what each layer of a model leaves for its backward,
+its output included, without gradients and workspace; with *checkpointing* around the layer (`torch.utils.checkpoint`)
+only its input is kept, and the forward runs again in the backward.
+"""
+
+
 def memory(result: dict) -> str:
-    out = ["| shape, tokens | ours | Transformers | composite |\n|---|---|---|---|\n"]
+    """Text and table; older results have the peak alone."""
+    tables = {"peak": ("mok", "transformers", "composite")}
+    if "kept_mib" in result["rows"][0]:
+        tables |= {"kept": ("mok", "transformers", "composite"), "peak_checkpointed": ("mok", "transformers")}
+    names = {"mok": "ours", "transformers": "Transformers", "composite": "composite"}
+    prefix = {"peak": "", "kept": "kept: ", "peak_checkpointed": "checkpointing: "}
+    columns = [prefix[what] + names[impl] for what, impls in tables.items() for impl in impls]
+    out = [MEMORY.rstrip("\n") + MEMORY_PARTS if len(tables) > 1 else MEMORY, "\n"]
+    out.append(f"| shape, tokens | {' | '.join(columns)} |\n|{'---|' * (1 + len(columns))}\n")
     for (shape, tokens, passed), impls in cases(result).items():
         if passed == "both":
-            mib = [f"{impls[impl]['peak_mib']:,.0f}" for impl in ("mok", "transformers", "composite")]
+            mib = [f"{impls[impl][f'{what}_mib']:,.0f}" for what, wanted in tables.items() for impl in wanted]
             out.append(f"| {shape} {tokens} | {' | '.join(mib)} |\n")
     return "".join(out)
 
@@ -109,8 +128,7 @@ def render() -> str:
         head
         + times(training)
         + SHAPES
-        + "\n## Memory\n\nMiB that one forward and backward add at their peak, all gradients and our workspace"
-        " included. The workspace is\nallocated once and shared by all layers of a model.\n\n"
+        + "\n## Memory\n\n"
         + memory(training)
         + "\n## The ring\n\n`macrobatch_size` bounds the rows whose activations are kept; the rest is computed again in"
         " the backward. Ring: share of\nall rows. Forward and backward: time against the ring that holds everything."

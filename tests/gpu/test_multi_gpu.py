@@ -1,4 +1,4 @@
-"""One rank a GPU, over torch symmetric memory: EP 2, 4 and 8, two groups in one world, models, a killed rank.
+"""One rank a GPU, over torch symmetric memory: EP 2, 4 and 8, two groups in one world, models, FSDP2, a killed rank.
 
 Each test is skipped where there are fewer GPUs than it has ranks.
 """
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.distributed import launch_ranks, run_ranks
+from tests.gpu.test_fsdp import SECONDS, check_drift
 from tests.kernel.layers import Problem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_backend"), pytest.mark.timeout(200)]
@@ -55,6 +56,14 @@ def test_a_patched_model_matches_the_unpatched_one(kind, ranks, checkpoints):
     for rank, errors in enumerate(results):
         for name, (error, plain) in errors.items():
             assert error <= 1.5 * plain + 2e-3, f"rank {rank}, {name}: {error:.1e}, unpatched in bf16 {plain:.1e}"
+
+
+@pytest.mark.timeout(SECONDS + 30)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_drift_apart_over_nccl(ranks, checkpoints):
+    """NCCL's kernels wait on SMs beside those of our layers (test_fsdp.py)."""
+    need(ranks)
+    check_drift(checkpoints, ranks, "nccl", {})
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
