@@ -76,6 +76,7 @@ inline BackwardPlan plan_of(const MokBackwardArgs& b, int clusters) {
   }
   const auto chunk = [&](int columns) { return b.chunk_units > 0 ? b.chunk_units : max_of(1, static_cast<int>(ceil_div(clusters, max_of(columns, 1)))); };
   p.chunk = chunk(p.down_columns), p.shared_chunk = chunk(p.shared_down_columns);
+  p.by_unit = walks_by_unit(a.hidden, a.inter), p.shared_by_unit = walks_by_unit(a.hidden, a.shared_inter);
   return p;
 }
 

@@ -4,8 +4,8 @@
 // shares the weights, a single row tile is shared by two column tiles, a weight gradient's two tiles share their columns.
 //
 // Order:   shared dgrads | shared weight gradients | macrobatch 0: dgrads, weight gradients | macrobatch 1: ...
-// The dgrads of a macrobatch walk its units (pairs, singles) in chunks; each operation trails the one before by a chunk, and inside a chunk
-// column tiles are the outer loop, so clusters that run side by side read the same weights:
+// The dgrads of a macrobatch walk its units (pairs, singles) in chunks; each operation trails the one before by a chunk. Inside a chunk column
+// tiles are the outer loop or, by unit, units are, as in the forward:
 //          replay 0 | replay 1, down 0 | replay 2, down 1, up 0 | ...          (replay only beyond the forward's ring, up only for dX)
 // Units never straddle a macrobatch, or a tile would wait for a slot that its own pair keeps. A task waits only for earlier ones, and pulls
 // (dispatch.cuh) walk the tiles upward:
@@ -72,6 +72,7 @@ struct BackwardPlan {
   int tiles, experts;
   int window, saved;  // row tiles of a macrobatch, and of the forward's ring: a multiple of it, or at least `tiles`
   int chunk, shared_chunk;  // units
+  bool by_unit, shared_by_unit;
   int tokens;
   int replay_columns, down_columns, up_columns;  // column tiles; up: 0 without dX
   int shared_down_columns, shared_up_columns;    // 0 where nothing of it is wanted
@@ -129,6 +130,7 @@ struct Units {
 // Up to three operations on `units` units, each a chunk behind the one before.
 struct Steps {
   int units, chunk, operations;
+  bool by_unit;
   int columns[3];
 
   MOK_HD int before(int step) const {
@@ -148,7 +150,8 @@ struct Steps {
     for (int j = 0; j < operations; ++j) {
       const int from = chunk * (low - j), members = low < j ? 0 : max_of(0, min_of(units - from, chunk));
       if (rest < members * columns[j]) {
-        *operation = j, *unit = from + rest % members, *column = rest / members;
+        *operation = j;
+        *unit = from + (by_unit ? rest / columns[j] : rest % members), *column = by_unit ? rest % columns[j] : rest / members;
         return;
       }
       rest -= members * columns[j];
@@ -171,13 +174,13 @@ struct BackwardWalk {
   MOK_HD bool replayed() const { return macrobatch() * p.window >= p.saved; }
   MOK_HD void enter() {
     if (section == 0) {
-      steps = {(p.shared_tiles() + 1) / 2, p.shared_chunk, p.shared_up_columns > 0 ? 2 : 1, {p.shared_down_columns, p.shared_up_columns, 0}};
+      steps = {(p.shared_tiles() + 1) / 2, p.shared_chunk, p.shared_up_columns > 0 ? 2 : 1, p.shared_by_unit, {p.shared_down_columns, p.shared_up_columns, 0}};
       size = steps.tasks();
     } else if (section == 1) {
       size = p.tokens > 0 ? p.shared_gate.tasks() + p.shared_up.tasks() + p.shared_down.tasks() : 0;
     } else if (section % 2 == 0) {
       units = Units::of(p, macrobatch());
-      steps = {units.units, p.chunk, 0, {}};
+      steps = {units.units, p.chunk, 0, p.by_unit, {}};
       if (replayed()) steps.columns[steps.operations++] = p.replay_columns;
       steps.columns[steps.operations++] = p.down_columns;
       if (p.up_columns > 0) steps.columns[steps.operations++] = p.up_columns;

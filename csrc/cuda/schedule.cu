@@ -21,6 +21,7 @@ struct ScheduleArgs {
   Columns columns;
   int chunks, shared_tiles;
   Lag lag;
+  bool by_unit, shared_by_unit;
 
   __device__ int32_t* partial(int rank, int chunk) const {
     return at<int32_t>(a.scratch, c.partial) + (static_cast<int64_t>(rank) * chunks + chunk) * a.local_experts;
@@ -174,10 +175,12 @@ __device__ void write_tasks(const ScheduleArgs& s, const Prefixes& prefixes, int
   };
   const auto gate_up_before = [&](int m) { return before(m, s.columns.gate_up); };
   const auto down_before = [&](int m) { return before(m, s.columns.down); };
-  const auto write = [&](int base, uint32_t kind, int columns, const Unit& u, int pairs, int singles, int pairs_before, int singles_before) {
+  const auto write = [&](int base, uint32_t kind, int columns, bool by_unit, const Unit& u, int pairs, int singles, int pairs_before,
+                         int singles_before) {
     for (int c = lane; c < columns; c += 32)
       if (u.two || c % 2 == 0)
-        s.tasks()[base + task_position(pairs, singles, c, pairs_before, singles_before)] = Task::make(kind, u.two, c, u.expert, u.tile, u.is_short).bits;
+        s.tasks()[base + task_position(pairs, singles, columns, by_unit, u.two, c, pairs_before, singles_before)] =
+            Task::make(kind, u.two, c, u.expert, u.tile, u.is_short).bits;
   };
   if (index < h.units) {
     const Unit u = find_unit(s, prefixes, index);
@@ -185,14 +188,14 @@ __device__ void write_tasks(const ScheduleArgs& s, const Prefixes& prefixes, int
     const int2 begin = s.first_unit()[m], end = s.first_unit()[m + 1];
     const int pairs = end.y - begin.y, singles = end.x - begin.x - pairs;
     const int p = u.pairs_before - begin.y, q = u.singles_before - (begin.x - begin.y);
-    write(order.gate_up_base(m, gate_up_before, down_before), kTaskGateUp, s.columns.gate_up, u, pairs, singles, p, q);
-    write(order.down_base(m, gate_up_before, down_before), kTaskDown, s.columns.down, u, pairs, singles, p, q);
+    write(order.gate_up_base(m, gate_up_before, down_before), kTaskGateUp, s.columns.gate_up, s.by_unit, u, pairs, singles, p, q);
+    write(order.down_base(m, gate_up_before, down_before), kTaskDown, s.columns.down, s.by_unit, u, pairs, singles, p, q);
   } else if (index - h.units < (ts + 1) / 2) {
     const int i = index - h.units;
     const bool last = i == (ts + 1) / 2 - 1;
     const Unit u{0, 2 * i, i, 0, 2 * i + 1 < ts, last && (s.a.tokens - 1) % kRowsPerTile < kRowsPerTile / 2};
-    write(0, kTaskSharedGateUp, s.columns.shared_gate_up, u, ts / 2, ts % 2, i, 0);
-    write(order.shared_down_base(gate_up_before), kTaskSharedDown, s.columns.shared_down, u, ts / 2, ts % 2, i, 0);
+    write(0, kTaskSharedGateUp, s.columns.shared_gate_up, s.shared_by_unit, u, ts / 2, ts % 2, i, 0);
+    write(order.shared_down_base(gate_up_before), kTaskSharedDown, s.columns.shared_down, s.shared_by_unit, u, ts / 2, ts % 2, i, 0);
   }
 }
 
@@ -267,7 +270,7 @@ cudaError_t mok_schedule(const MokForwardArgs* args, cudaStream_t stream) {
   if (a.ranks < 1 || a.ranks > MOK_MAX_RANKS || a.topk < 1 || a.topk > MOK_MAX_TOPK || a.local_experts < 1 || a.ring_tiles < 2)
     return cudaErrorInvalidValue;
   ScheduleArgs s{a, ScheduleLayout::make(a), ScratchLayout::make(a), columns_of(a), static_cast<int>(chunks_per_rank(a)),
-                 static_cast<int>(shared_tiles(a)), lag_of(a)};
+                 static_cast<int>(shared_tiles(a)), lag_of(a), walks_by_unit(a.hidden, a.inter), walks_by_unit(a.hidden, a.shared_inter)};
   const size_t count_shared = a.local_experts * 4, place_shared = kPlaceWarps * (count_shared + 4);
   if (place_shared > 48 * 1024) return cudaErrorInvalidValue;
   count_kernel<<<dim3(s.chunks, a.ranks), kCountThreads, count_shared, stream>>>(s);

@@ -7,8 +7,9 @@
 // of tiles gives its last tile as a single, then pairs.
 //
 // Order:   shared gate+up | gate+up 0 | shared down | gate+up 1 | down 0 | gate+up 2 | down 1 | ... | down Q-1
-// The numbers are minibatches: units whose first tile lies in the same `minibatch` tiles. Inside one, column tiles are the outer
-// loop, so clusters that run side by side read the same weights. A task waits only for earlier ones:
+// The numbers are minibatches: units whose first tile lies in the same `minibatch` tiles. Inside one, either column tiles are the outer loop, so
+// clusters that run side by side read the same weights, which come from memory once; or, by unit, units are: then they read the whole width of
+// an expert's matrix, memory pages in full, and the next unit finds it in the L2, if it fits (walks_by_unit). A task waits only for earlier ones:
 //   gate+up(t)  x of tile t landed; the ring slot's previous occupant t + ring went through down
 //   down(t)     all gate+up column tiles of t
 // A pair may reach one tile into the next minibatch, hence the clamp ring >= 2 * minibatch + 1 for a lag of one; a ring too
@@ -52,7 +53,8 @@ MOK_HD int tasks_of(int pairs, int singles, int columns) { return columns * pair
 
 // Position, in such a group, of column `column` of a unit with `pairs_before` pairs and `singles_before` singles before it in the group.
 // Odd columns hold pairs only.
-MOK_HD int task_position(int pairs, int singles, int column, int pairs_before, int singles_before) {
+MOK_HD int task_position(int pairs, int singles, int columns, bool by_unit, bool two, int column, int pairs_before, int singles_before) {
+  if (by_unit) return tasks_of(pairs_before, singles_before, columns) + (two ? column : column / 2);
   return column * pairs + (column + 1) / 2 * singles + pairs_before + (column % 2 == 0 ? singles_before : 0);
 }
 

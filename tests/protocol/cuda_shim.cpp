@@ -18,8 +18,8 @@ void cuda_lag(int minibatch, int ring, int* out) {
 int cuda_lead(int wanted, int minibatch, int ring) { return dispatch_lead(wanted, minibatch, ring); }
 
 int cuda_tasks_of(int pairs, int singles, int columns) { return tasks_of(pairs, singles, columns); }
-int cuda_position(int pairs, int singles, int column, int pairs_before, int singles_before) {
-  return task_position(pairs, singles, column, pairs_before, singles_before);
+int cuda_position(int pairs, int singles, int columns, int by_unit, int two, int column, int pairs_before, int singles_before) {
+  return task_position(pairs, singles, columns, by_unit != 0, two != 0, column, pairs_before, singles_before);
 }
 
 // First task of: gate+up of minibatch m (kind 0), its down (1), the shared expert's down (3). before[m]: tasks in
@@ -35,7 +35,7 @@ int cuda_base(int kind, int m, int shared_gate_up, int shared_down, int lag, int
 
 // The backward's tasks in the order of their tickets, eleven numbers each: kind, two, short, first, last, replayed, expert,
 // tile, column, row, count. sizes: tiles, experts, window, saved, chunk, shared chunk, tokens, then column
-// tiles of replay, down, up, shared down, shared up, then row pairs and columns of the five weight gradients. Returns how
+// tiles of replay, down, up, shared down, shared up, then whether by unit, then row pairs and columns of the five weight gradients. Returns how
 // many there are, or -1 if `most` are not enough.
 int cuda_backward_order(const int32_t* tile_prefix, const int32_t* unit_prefix, const int32_t* rows, const int* sizes,
                         int32_t* out, int most) {
@@ -45,6 +45,7 @@ int cuda_backward_order(const int32_t* tile_prefix, const int32_t* unit_prefix, 
                          &p.replay_columns, &p.down_columns, &p.up_columns, &p.shared_down_columns,
                          &p.shared_up_columns};
   for (int* field : fields) *field = *sizes++;
+  p.by_unit = *sizes != 0, p.shared_by_unit = *sizes++ != 0;
   for (WgradGrid* grid : {&p.gate_up, &p.down, &p.shared_gate, &p.shared_up, &p.shared_down}) {
     grid->row_pairs = *sizes++, grid->columns = *sizes++;
   }

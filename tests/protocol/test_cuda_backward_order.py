@@ -47,6 +47,7 @@ class Shape(NamedTuple):
     tokens: int
     columns: tuple  # replay, down, up, shared down, shared up
     grids: tuple  # (row pairs, columns) of the weight gradients
+    by_unit: bool = False
 
     @property
     def prefix(self):
@@ -71,7 +72,7 @@ def order_of(cuda, shape: Shape) -> list[Task]:
     units = [0, *accumulate((b - a + 1) // 2 for a, b in pairwise(prefix))]
     array = lambda values: (ctypes.c_int32 * len(values))(*values)  # noqa: E731
     sizes = [shape.tiles, len(shape.rows), shape.window, shape.saved, shape.chunk, shape.chunk, shape.tokens]
-    sizes += [*shape.columns, *[n for grid in shape.grids for n in grid]]
+    sizes += [*shape.columns, shape.by_unit, *[n for grid in shape.grids for n in grid]]
     most = 20_000
     out = (ctypes.c_int32 * (11 * most))()
     count = cuda.cuda_backward_order(array(prefix), array(units), array(shape.rows), array(sizes), out, most)
@@ -203,6 +204,7 @@ shapes = st.builds(
     st.integers(0, 700),
     st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 4), st.integers(0, 3), st.integers(0, 3)),
     st.tuples(*[grid] * 5),
+    st.booleans(),
 )
 
 

@@ -36,21 +36,21 @@ def units_of(expert_tiles):
         end = begin
 
 
-def place(order, base, units, columns, kind, cuda):
+def place(order, base, units, columns, kind, by_unit, cuda):
     """Puts the tasks of a minibatch into `order`: position -> (kind, tiles, columns)."""
     pairs = sum(len(tiles) == 2 for tiles in units)
     singles, before = len(units) - pairs, [0, 0]
     for tiles in units:
         two = len(tiles) == 2
         for column in range(0, columns, 1 if two else 2):
-            position = base + cuda.cuda_position(pairs, singles, column, before[1], before[0])
+            position = base + cuda.cuda_position(pairs, singles, columns, by_unit, two, column, before[1], before[0])
             assert position not in order, "two tasks in one place"
             covered = [column] if two else [c for c in (column, column + 1) if c < columns]
             order[position] = (kind, tiles, covered)
         before[two] += 1
 
 
-def task_order(cuda, expert_tiles, minibatch, ring, columns, shared_tiles):
+def task_order(cuda, expert_tiles, minibatch, ring, columns, shared_tiles, by_unit=False):
     tiles = sum(expert_tiles)
     chosen = (ctypes.c_int * 2)()
     cuda.cuda_lag(minibatch, ring, chosen)
@@ -75,11 +75,11 @@ def task_order(cuda, expert_tiles, minibatch, ring, columns, shared_tiles):
         return cuda.cuda_base(kind, m, *sizes, lag, count, before[GATE_UP], before[DOWN])
 
     order: dict[int, tuple] = {}
-    place(order, 0, shared, columns[SHARED_GATE_UP], SHARED_GATE_UP, cuda)
-    place(order, base(SHARED_DOWN, 0), shared, columns[SHARED_DOWN], SHARED_DOWN, cuda)
+    place(order, 0, shared, columns[SHARED_GATE_UP], SHARED_GATE_UP, by_unit, cuda)
+    place(order, base(SHARED_DOWN, 0), shared, columns[SHARED_DOWN], SHARED_DOWN, by_unit, cuda)
     for m in range(count):
         for kind in (GATE_UP, DOWN):
-            place(order, base(kind, m), members[m], columns[kind], kind, cuda)
+            place(order, base(kind, m), members[m], columns[kind], kind, by_unit, cuda)
     assert sorted(order) == list(range(before[GATE_UP][count] + before[DOWN][count] + sum(sizes)))
     return [order[i] for i in range(len(order))]
 
@@ -116,14 +116,15 @@ shapes = st.tuples(
     st.integers(2, 24),  # ring
     st.tuples(*[st.integers(1, 5)] * 4),  # column tiles of each kind
     st.integers(0, 5),  # shared tiles
+    st.booleans(),  # by unit
 )
 
 
 @settings(deadline=None, database=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shapes)
 def test_the_order_names_every_task_once_and_makes_progress(cuda, shape):
-    expert_tiles, minibatch, ring, columns, shared_tiles = shape
-    order = task_order(cuda, expert_tiles, minibatch, ring, columns, shared_tiles)
+    expert_tiles, minibatch, ring, columns, shared_tiles, by_unit = shape
+    order = task_order(cuda, expert_tiles, minibatch, ring, columns, shared_tiles, by_unit)
     tiles = sum(expert_tiles)
     covered = defaultdict(int)
     for kind, held, covers in order:
