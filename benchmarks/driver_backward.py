@@ -10,7 +10,7 @@ from driver import MAX_RANKS, ForwardArgs, Group, check, ptr
 class BackwardArgs(ctypes.Structure):
     _fields_ = (
         [("forward", ForwardArgs)]
-        + [(n, ctypes.c_int32) for n in ("window_tiles", "chunk_units", "wants_dx")]
+        + [(n, ctypes.c_int32) for n in ("window_tiles", "chunk_units", "wants_dx", "d_gate_up_into", "d_down_into")]
         + [(n, ctypes.c_void_p) for n in ("x", "dout", "shared_scale")]
         + [(n, ctypes.c_void_p * MAX_RANKS) for n in ("peer_dout", "peer_weight", "peer_dweight")]
         + [
@@ -32,11 +32,16 @@ class Wants:
 
 
 class Backward:
-    """The backward's buffers of every rank of `group`, poisoned with NaN; gradients lie in `ranks[r]`."""
+    """The backward's buffers of every rank of `group`, poisoned with NaN; gradients lie in `ranks[r]`.
 
-    def __init__(self, group: Group, window_tiles: int = 0, chunk_units: int = 0, wants: Wants | None = None):
+    sums: of each rank, in bf16 or fp32, the d_gate_up_proj and d_down_proj that gradients are added to.
+    """
+
+    def __init__(
+        self, group: Group, window_tiles: int = 0, chunk_units: int = 0, wants: Wants | None = None, sums=None
+    ):
         self.group, self.window_tiles, self.chunk_units = group, window_tiles, chunk_units
-        self.wants = wants or Wants()
+        self.wants, self.sums = wants or Wants(), sums
         self.lib = group.lib
         self.lib.mok_backward_workspace_bytes.restype = ctypes.c_int64
         g = group
@@ -60,7 +65,7 @@ class Backward:
                 names = ("d_shared_gate", "d_shared_up", "d_shared_down")
                 b |= {m: torch.full_like(t, float("nan")) for m, t in zip(names, w.shared, strict=True)}
                 b["d_shared_scale"] = new(n, dtype=torch.float32)
-            self.ranks.append(b)
+            self.ranks.append(b | (sums[len(self.ranks)] if sums else {}))
         for r, b in enumerate(self.ranks):
             size = self.lib.mok_backward_workspace_bytes(ctypes.byref(self.args(r, g.max_tokens)))
             b["workspace"] = torch.full((size,), 0xFF, dtype=torch.uint8, device=dev)  # NaN, as bf16 and as fp32
@@ -81,6 +86,9 @@ class Backward:
             a.peer_dweight[r] = o["dweight"].data_ptr()
         if dout is not None and g.R == 1:
             a.peer_dout[rank] = dout.data_ptr()
+        if self.sums:
+            kinds = {torch.bfloat16: 1, torch.float32: 2}
+            a.d_gate_up_into, a.d_down_into = kinds[b["d_gate_up_proj"].dtype], kinds[b["d_down_proj"].dtype]
         if "workspace" in b:
             a.workspace = b["workspace"].data_ptr()
         if g.S and self.wants.dx:

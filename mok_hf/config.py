@@ -29,6 +29,10 @@ class MoKConfig:
         precision: ``"fp32"`` or ``"bf16"`` to require that compute dtype, ``"auto"`` or ``None`` for the dtype that
             arrives.
         timeout_s: seconds a rank waits for another one before ``MoKTimeoutError``.
+        fuse_wgrad_accumulation: ``True`` makes the backward add the gradients of the experts' weights to ``main_grad``
+            or ``grad`` of the parameter where there is one already, instead of writing a second copy that autograd
+            adds: less memory and time in all but the first micro-step of gradient accumulation. Parameters with hooks
+            get their gradients as ever.
 
     Raises:
         ValueError: a value the kernel could not serve, naming the value, the limit and the nearest valid choice.
@@ -41,6 +45,7 @@ class MoKConfig:
     max_tokens_per_rank: int | None = None
     precision: str | None = None
     timeout_s: float | None = None
+    fuse_wgrad_accumulation: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("minibatch_size", "macrobatch_size"):
@@ -59,6 +64,9 @@ class MoKConfig:
             raise ValueError(f"precision={self.precision!r} is not one of {', '.join(PRECISIONS)}.")
         if self.timeout_s is not None and not 0 < self.timeout_s < 1e9:
             raise ValueError(f"timeout_s={self.timeout_s!r} must be a number of seconds > 0, or None for the default.")
+        if self.fuse_wgrad_accumulation not in (None, True, False):
+            value = self.fuse_wgrad_accumulation
+            raise ValueError(f"fuse_wgrad_accumulation={value!r} must be True or False, or None for False.")
 
     def kernel_keywords(self) -> dict[str, Any]:
         """The fields that are set, as keywords of the kernel's ``moe`` function."""

@@ -35,9 +35,10 @@ struct Backward {
   Buffer<T> replayed_gate_up = Buffer<T>(replays ? ring_rows * 2 * shape.intermediate : 0);
   Buffer<T> shared_weighted_h = Buffer<T>(shared ? shape.tokens * shape.shared : 0);
   Buffer<T> shared_d_gate_up = Buffer<T>(shared ? shape.tokens * 2 * shape.shared : 0);
-  // fp32 weight gradients of the expert that a macrobatch boundary splits, gate+up then down (bf16 only: an fp32
-  // gradient is its own carry). One is enough: waits.h orders its users.
-  const bool carries = ring.tiles > ring.size && sizeof(T) < sizeof(float);
+  // fp32 weight gradients of the expert that a macrobatch boundary splits, gate+up then down (an fp32 gradient that is
+  // stored is its own carry). One is enough: waits.h orders its users.
+  const bool carries =
+      ring.tiles > ring.size && (sizeof(T) < sizeof(float) || call.d_gate_up.sum || call.d_down.sum);
   Buffer<float> carry_gate_up = Buffer<float>(carries ? 2 * shape.intermediate * shape.hidden : 0);
   Buffer<float> carry_down = Buffer<float>(carries ? shape.intermediate * shape.hidden : 0);
 
@@ -197,14 +198,13 @@ class Worker {
   // part 0: gate and up, part 1: down.
   void wgrad(int64_t expert, int64_t part, int64_t macrobatch) {
     const int64_t hidden = b_.shape.hidden, width = b_.shape.intermediate;
-    T* out = part == 0 ? b_.call.d_gate_up : b_.call.d_down;
+    const WeightGradient<T>& to = part == 0 ? b_.call.d_gate_up : b_.call.d_down;
     const int64_t begin = order_.wgrad_begin(expert, macrobatch), end = order_.wgrad_end(expert, macrobatch);
-    if (!out || begin >= end) return;
-    const int64_t count = (part == 0 ? 2 : 1) * width * hidden;
-    out += expert * count;
+    if (!to.wanted() || begin >= end) return;
+    const int64_t count = (part == 0 ? 2 : 1) * width * hidden, first = expert * count;
     const bool fresh = order_.wgrad_rounds(expert, macrobatch) == 1, last = order_.wgrad_last(expert, macrobatch);
-    float* carry = part == 0 ? b_.carry_gate_up.data() : b_.carry_down.data();
-    float* sum = sum_of(out, count, fresh && last ? nullptr : carry);
+    float* carry = fresh && last ? nullptr : (part == 0 ? b_.carry_gate_up.data() : b_.carry_down.data());
+    float* sum = to.out ? sum_of(to.out + first, count, carry) : sum_apart(count, carry);
     const auto dy = [&](int64_t tile) { return b_.dy.data() + b_.ring.slot(tile) * kTileRows * hidden; };
     if (part == 0) {
       accumulate(sum, begin, end, expert, 2 * width, hidden, fresh,
@@ -214,12 +214,16 @@ class Worker {
       accumulate(sum, begin, end, expert, hidden, width, fresh, dy,
                  [&](int64_t tile) { return b_.weighted_h.data() + b_.ring.slot(tile) * kTileRows * width; });
     }
-    if (last) store(out, sum, count);
+    if (!last) return;
+    if (to.out) store(to.out + first, sum, count);
+    if (to.sum) Rows<T>::add(to.sum + first, sum, count);
+    if (to.sum_fp32) Rows<T>::add_to_fp32(to.sum_fp32 + first, sum, count);
   }
 
-  // fp32 gradients are summed where they are wanted; bf16 ones in scratch, or in a carry when more macrobatches follow.
+  // fp32 gradients are summed where they are stored; others in scratch, or in a carry when more macrobatches follow.
   float* sum_of(float* out, int64_t, float*) { return out; }
-  float* sum_of(bfloat16*, int64_t count, float* carry) { return carry ? carry : scratch_.get(kSum, count); }
+  float* sum_of(bfloat16*, int64_t count, float* carry) { return sum_apart(count, carry); }
+  float* sum_apart(int64_t count, float* carry) { return carry ? carry : scratch_.get(kSum, count); }
   void store(float*, const float*, int64_t) {}
   void store(bfloat16* out, const float* sum, int64_t count) { Rows<bfloat16>::narrow(out, sum, count); }
 
@@ -293,14 +297,15 @@ class Worker {
   Scratch scratch_;
 };
 
-// Gradients of experts (or of a shared expert) that no row reaches are zero, never whatever memory held.
+// Gradients of experts (or of a shared expert) that no row reaches are zero, never whatever memory held; where gradients
+// are added, nothing is.
 template <class T>
 void zero_unused(const Backward<T>& b) {
   const int64_t count = b.shape.intermediate * b.shape.hidden;
   for (int64_t e = 0; e < b.shape.experts; ++e) {
     if (b.call.schedule.rows[e]) continue;
-    if (b.call.d_gate_up) std::fill_n(b.call.d_gate_up + e * 2 * count, 2 * count, round_to<T>(0.0f));
-    if (b.call.d_down) std::fill_n(b.call.d_down + e * count, count, round_to<T>(0.0f));
+    if (T* d = b.call.d_gate_up.out) std::fill_n(d + e * 2 * count, 2 * count, round_to<T>(0.0f));
+    if (T* d = b.call.d_down.out) std::fill_n(d + e * count, count, round_to<T>(0.0f));
   }
   if (!b.shared || b.shape.tokens) return;
   for (T* d : {b.call.d_shared_gate, b.call.d_shared_up, b.call.d_shared_down}) {
@@ -366,7 +371,7 @@ void backward(const Group& group, const BackwardCall<T>& call) {
                                      b.shared ? ceil_div(b.shape.tokens, kTileRows) : 0,
                                      parts,
                                      dgrad,
-                                     call.d_gate_up != nullptr || call.d_down != nullptr,
+                                     call.d_gate_up.wanted() || call.d_down.wanted(),
                                      call.d_shared_gate || call.d_shared_up || call.d_shared_down,
                                      call.schedule.prefix,
                                      b.shape.experts};

@@ -65,6 +65,15 @@ struct ForwardCall {
   T* shared_gate_up;          // [N, 2S], or null
 };
 
+// Where the gradient of an expert weight goes; all null: not wanted.
+template <class T>
+struct WeightGradient {
+  T* out;            // stored here,
+  T* sum;            // or, rounded to T, added to what is here,
+  float* sum_fp32;   // or to what is here
+  bool wanted() const { return out || sum || sum_fp32; }
+};
+
 template <class T>
 struct BackwardCall {
   Shape shape;
@@ -84,8 +93,8 @@ struct BackwardCall {
   // Null where no gradient is wanted.
   T* dx;                      // [N, D]
   float* d_route_weights;     // [N, K]
-  T* d_gate_up;
-  T* d_down;
+  WeightGradient<T> d_gate_up;
+  WeightGradient<T> d_down;
   T* d_shared_gate;
   T* d_shared_up;
   T* d_shared_down;

@@ -53,6 +53,16 @@ MOK_ROW_FUNCTION void Rows<T>::narrow(T* __restrict out, const float* __restrict
 }
 
 template <class T>
+MOK_ROW_FUNCTION void Rows<T>::add(T* __restrict sum, const float* __restrict in, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) sum[i] = round_to<T>(to_float(sum[i]) + to_float(round_to<T>(in[i])));
+}
+
+template <class T>
+MOK_ROW_FUNCTION void Rows<T>::add_to_fp32(float* __restrict sum, const float* __restrict in, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) sum[i] += to_float(round_to<T>(in[i]));
+}
+
+template <class T>
 MOK_ROW_FUNCTION void Rows<T>::add_scaled(float* __restrict sum, const T* __restrict in, float weight, int64_t n) {
   for (int64_t i = 0; i < n; ++i) sum[i] += weight * to_float(in[i]);
 }

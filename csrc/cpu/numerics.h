@@ -55,6 +55,9 @@ template <class T>
 struct Rows {
   static void widen(float* __restrict out, const T* __restrict in, int64_t n);
   static void narrow(T* __restrict out, const float* __restrict in, int64_t n);
+  // sum += in, rounded first; a sum of T is rounded again.
+  static void add(T* __restrict sum, const float* __restrict in, int64_t n);
+  static void add_to_fp32(float* __restrict sum, const float* __restrict in, int64_t n);
   // Rounds gate and up, keeps them (for the backward), and writes h = round(silu(gate) * up) of the rounded values.
   static void swiglu(T* __restrict gate_kept, T* __restrict up_kept, T* __restrict h, const float* __restrict gate,
                      const float* __restrict up, int64_t n, Clamp clamp);

@@ -113,6 +113,18 @@ Weights<T> weights_of(const Tensor& gate_up, const Tensor& down, const Optional&
           data_of<T>(shared_down)};
 }
 
+// Where a wanted gradient goes: into `buffer`, of T or fp32 and of the weight's shape, if there is one.
+template <class T>
+WeightGradient<T> weight_gradient(bool needed, const Tensor& grad, const Optional& buffer, const Tensor& weight) {
+  if (!needed) return {};
+  if (!buffer) return {data_of<T>(grad), nullptr, nullptr};
+  const bool same = buffer->scalar_type() == weight.scalar_type();
+  STD_TORCH_CHECK(buffer->numel() == weight.numel() && (same || buffer->scalar_type() == ScalarType::Float),
+                  "a gradient's buffer has its weight's shape, and its dtype or fp32");
+  if (same) return {nullptr, data_of<T>(*buffer), nullptr};
+  return {nullptr, nullptr, data_of<float>(*buffer)};
+}
+
 template <class Run>
 auto by_type(const Tensor& x, const Run& run) {
   if (x.scalar_type() == ScalarType::Float) return run(float{});
@@ -214,25 +226,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(
 }
 
 // needs: one bit each for dx, d_route_weights, d_gate_up, d_down, d_shared_gate, d_shared_up, d_shared_down,
-// d_shared_scale, in this order, which is also the order of the results; what is not needed comes back empty.
+// d_shared_scale, in this order, which is also the order of the results; what is not needed comes back empty, and so
+// does what is added to gate_up_buffer or down_buffer instead.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
     Tensor workspace, Tensor table, Optional plan, Tensor dout, Tensor x, Tensor ids, Tensor route_weights,
     Tensor gate_up, Tensor down, Optional shared_gate, Optional shared_up, Optional shared_down, Optional shared_scale,
     Tensor ring_x, Tensor ring_gate_up, Tensor shared_gate_up, std::optional<double> limit, int64_t minibatch_rows,
-    int64_t comm_threads, int64_t /* max_tokens */, int64_t needs) {
+    int64_t comm_threads, int64_t /* max_tokens */, int64_t needs, Optional gate_up_buffer, Optional down_buffer) {
   return bounded([&] {
     STD_TORCH_CHECK(plan.has_value(), "on CPU the schedule comes from `schedule`");
     const Group group = group_of(workspace);
     const Shape shape = shape_of(x, ids, gate_up, shared_gate);
     STD_TORCH_CHECK(shape.tokens <= group.max_tokens, "x does not fit");
     const auto needed = [&](int bit) { return (needs >> bit & 1) != 0; };
-    const auto grad = [&](int bit, std::initializer_list<int64_t> sizes) {
-      return needed(bit) ? empty_like_type(x, sizes) : empty_like_type(x, {0});
+    const auto grad = [&](int bit, std::initializer_list<int64_t> sizes, bool buffered = false) {
+      return needed(bit) && !buffered ? empty_like_type(x, sizes) : empty_like_type(x, {0});
     };
     Tensor dx = grad(0, {shape.tokens, shape.hidden});
     Tensor d_route_weights = needed(1) ? empty_of(x, {shape.tokens, shape.top_k}, ScalarType::Float) : grad(1, {});
-    Tensor d_gate_up = grad(2, {shape.experts, 2 * shape.intermediate, shape.hidden});
-    Tensor d_down = grad(3, {shape.experts, shape.hidden, shape.intermediate});
+    Tensor d_gate_up = grad(2, {shape.experts, 2 * shape.intermediate, shape.hidden}, gate_up_buffer.has_value());
+    Tensor d_down = grad(3, {shape.experts, shape.hidden, shape.intermediate}, down_buffer.has_value());
     Tensor d_shared_gate = grad(4, {shape.shared, shape.hidden});
     Tensor d_shared_up = grad(5, {shape.shared, shape.hidden});
     Tensor d_shared_down = grad(6, {shape.hidden, shape.shared});
@@ -246,9 +259,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
                           data_of<T>(dout), data_of<T>(x), data_of<int32_t>(ids), data_of<float>(route_weights),
                           data_of<float>(shared_scale), data_of<T>(ring_x), data_of<T>(ring_gate_up),
                           data_of<T>(shared_gate_up), needed(0), wanted(0, dx),
-                          needed(1) ? data_of<float>(d_route_weights) : nullptr, wanted(2, d_gate_up),
-                          wanted(3, d_down), wanted(4, d_shared_gate), wanted(5, d_shared_up),
-                          wanted(6, d_shared_down), needed(7) ? data_of<float>(d_shared_scale) : nullptr});
+                          needed(1) ? data_of<float>(d_route_weights) : nullptr,
+                          weight_gradient<T>(needed(2), d_gate_up, gate_up_buffer, gate_up),
+                          weight_gradient<T>(needed(3), d_down, down_buffer, down), wanted(4, d_shared_gate),
+                          wanted(5, d_shared_up), wanted(6, d_shared_down),
+                          needed(7) ? data_of<float>(d_shared_scale) : nullptr});
     });
     return std::make_tuple(dx, d_route_weights, d_gate_up, d_down, d_shared_gate, d_shared_up, d_shared_down,
                            d_shared_scale);
@@ -276,7 +291,8 @@ STABLE_TORCH_LIBRARY(MOK_NAMESPACE, m) {
       "backward(Tensor workspace, Tensor table, Tensor? plan, Tensor dout, Tensor x, Tensor ids, Tensor route_weights,"
       " Tensor gate_up, Tensor down, Tensor? shared_gate, Tensor? shared_up, Tensor? shared_down, Tensor? shared_scale,"
       " Tensor ring_x, Tensor ring_gate_up, Tensor shared_gate_up, float? limit, int minibatch_rows, int comm,"
-      " int max_tokens, int needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      " int max_tokens, int needs, Tensor(a!)? gate_up_buffer=None, Tensor(b!)? down_buffer=None)"
+      " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(MOK_NAMESPACE, CPU, m) {

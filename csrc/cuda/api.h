@@ -81,6 +81,13 @@ typedef struct MokTimeoutRecord {
   uint32_t set, rank, phase, waiting_for, expected, seen;
 } MokTimeoutRecord;
 
+// What becomes of an expert weight's gradient, rounded to bf16.
+enum MokInto {
+  kMokStore = 0,
+  kMokAddBf16 = 1,  // added to what is there, and rounded again
+  kMokAddFp32 = 2,  // added to fp32 values
+};
+
 typedef struct MokBackwardArgs {
   // As the forward had them. Its schedule, ring_x, ring_gate_up and shared_gate_up are read as it left them and never written. peer_x is
   // pulled again for row tiles beyond the ring (replay); peer_routed takes dX rows. ring_h, shared_h, shared_y and scratch are not used.
@@ -88,6 +95,7 @@ typedef struct MokBackwardArgs {
   int32_t window_tiles;  // 128-row tiles that the backward's own buffers hold (0: ring_tiles); divides ring_tiles
   int32_t chunk_units;   // pairs of row tiles by which one dgrad trails the other (0: as many as make one wave)
   int32_t wants_dx;      // of any rank; with more than one rank read from peer_tokens instead
+  int32_t d_gate_up_into, d_down_into;  // MokInto
   const void* x;         // bf16 [tokens, D], this rank's
   const void* dout;      // bf16 [tokens, D], this rank's
   const float* shared_scale;  // fp32 [tokens], may be null
@@ -97,8 +105,8 @@ typedef struct MokBackwardArgs {
   void* workspace;       // mok_backward_workspace_bytes(), 256-byte aligned, reused by every call
   void* shared_dx;       // bf16 [tokens, D], may be null without a shared expert
   // Results; null: not wanted.
-  void* d_gate_up_proj;  // bf16 [L, 2I, D]
-  void* d_down_proj;     // bf16 [L, D, I]
+  void* d_gate_up_proj;  // bf16 [L, 2I, D], or fp32 (MokInto)
+  void* d_down_proj;     // bf16 [L, D, I], or fp32
   void* d_shared_gate;   // bf16 [S, D]
   void* d_shared_up;     // bf16 [S, D]
   void* d_shared_down;   // bf16 [D, S]

@@ -51,7 +51,7 @@ __device__ __forceinline__ void fill(void* to, int64_t values, uint32_t word) {
 }
 
 // Router gradients: the partial sums of each row in ascending order, to the rank that owns the token. Weight gradients that no row reaches are
-// zero, never what memory held; those of a call that failed are NaN.
+// zero, never what memory held (where gradients are added, nothing is); those of a call that failed are NaN.
 __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ FinishArgs f) {
   const MokForwardArgs& a = f.b.forward;
   const bool failed = ptx::ld_relaxed_sys(a.abort_word) != 0;
@@ -73,8 +73,13 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
   const int32_t* counts = at<const int32_t>(a.schedule, f.s.expert_rows);
   for (int e = 0; e < a.local_experts; ++e) {
     if (counts[e] > 0 && !failed) continue;
-    if (f.b.d_gate_up_proj != nullptr) fill(static_cast<__nv_bfloat16*>(f.b.d_gate_up_proj) + 2 * expert * e, 2 * expert, word);
-    if (f.b.d_down_proj != nullptr) fill(static_cast<__nv_bfloat16*>(f.b.d_down_proj) + expert * e, expert, word);
+    const auto fill_gradient = [&](void* to, int into, int64_t values) {
+      if (to == nullptr || (into != kMokStore && !failed)) return;
+      if (into == kMokAddFp32) values *= 2;  // `word` is a NaN of either width
+      fill(static_cast<__nv_bfloat16*>(to) + values * e, values, word);
+    };
+    fill_gradient(f.b.d_gate_up_proj, f.b.d_gate_up_into, 2 * expert);
+    fill_gradient(f.b.d_down_proj, f.b.d_down_into, expert);
   }
   if (a.tokens == 0 || failed)
     for (void* to : {f.b.d_shared_gate, f.b.d_shared_up, f.b.d_shared_down}) fill(to, shared, word);

@@ -97,11 +97,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(Tensor words, Opti
 }
 
 // needs: one bit each for dx, d_route_weights, d_gate_up, d_down, d_shared_gate, d_shared_up, d_shared_down, d_shared_scale, in this order, which
-// is also the order of the results; what is not needed comes back empty. What the forward saved is read and never written.
+// is also the order of the results; what is not needed comes back empty, and so does what is added to gate_up_buffer or down_buffer (bf16 or fp32)
+// instead. What the forward saved is read and never written.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
     Tensor words, Tensor schedule, Optional, Tensor dout, Tensor x, Tensor ids, Tensor route_weights, Tensor gate_up, Tensor down,
     Optional shared_gate, Optional shared_up, Optional shared_down, Optional shared_scale, Tensor ring_x, Tensor ring_gate_up, Tensor shared_gate_up,
-    std::optional<double> limit, int64_t minibatch_rows, int64_t comm, int64_t max_tokens, int64_t needs) {
+    std::optional<double> limit, int64_t minibatch_rows, int64_t comm, int64_t max_tokens, int64_t needs, Optional gate_up_buffer,
+    Optional down_buffer) {
   STD_TORCH_CHECK(comm == 0, "this kernel has no SMs for communication alone");
   const Layer layer{x, ids, route_weights, gate_up, down, shared_gate, shared_up, shared_down, shared_scale};
   Call call(words, x);
@@ -128,13 +130,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
   };
   const auto wanted = [&](int bit, const Tensor& t) { return needed(bit) ? data_of(t) : nullptr; };
   Tensor dx = grad(0, {n, d}), d_route_weights = grad(1, {n, k}, ScalarType::Float);
-  Tensor d_gate_up = grad(2, {l, 2 * i, d}), d_down = grad(3, {l, d, i});
+  Tensor d_gate_up = gate_up_buffer ? rows_of(x, {0}) : grad(2, {l, 2 * i, d}), d_down = down_buffer ? rows_of(x, {0}) : grad(3, {l, d, i});
   Tensor d_shared_gate = grad(4, {s, d}), d_shared_up = grad(5, {s, d}), d_shared_down = grad(6, {d, s});
   Tensor d_shared_scale = grad(7, {n}, ScalarType::Float);
   Tensor shared_dx = rows_of(x, {needed(0) && s ? n : 0, d});
   b.wants_dx = needed(0), b.x = data_of(x), b.dout = data_of(dout), b.shared_scale = data_of<float>(shared_scale);
   b.shared_dx = needed(0) && s ? data_of(shared_dx) : nullptr;
-  b.d_gate_up_proj = wanted(2, d_gate_up), b.d_down_proj = wanted(3, d_down);
+  const auto weight_gradient = [&](int bit, const Tensor& t, const Optional& buffer, std::initializer_list<int64_t> sizes, int32_t& into) {
+    if (!buffer) return wanted(bit, t);
+    const bool fp32 = buffer->scalar_type() == ScalarType::Float;
+    expect(*buffer, "a gradient's buffer", sizes, fp32 ? ScalarType::Float : ScalarType::BFloat16, x);
+    into = fp32 ? kMokAddFp32 : kMokAddBf16;
+    return wanted(bit, *buffer);
+  };
+  b.d_gate_up_proj = weight_gradient(2, d_gate_up, gate_up_buffer, {l, 2 * i, d}, b.d_gate_up_into);
+  b.d_down_proj = weight_gradient(3, d_down, down_buffer, {l, d, i}, b.d_down_into);
   b.d_shared_gate = wanted(4, d_shared_gate), b.d_shared_up = wanted(5, d_shared_up), b.d_shared_down = wanted(6, d_shared_down);
   b.d_shared_scale = needed(7) ? data_of<float>(d_shared_scale) : nullptr;
   for (int64_t r = 0; r < w.ranks; ++r) {

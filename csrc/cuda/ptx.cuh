@@ -161,6 +161,8 @@ __device__ __forceinline__ void tensor_prefetch_2d(const void* map, int x, int y
   asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
 }
 
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory"); }
+
 __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src),
                "r"(bytes), "r"(bar) : "memory");
@@ -185,6 +187,12 @@ __device__ __forceinline__ uint64_t evict_normal() {
 __device__ __forceinline__ void tensor_store_3d(const void* map, uint32_t src, int x, int y, int z, uint64_t policy) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1], %5;" ::"l"(map), "r"(src), "r"(x),
                "r"(y), "r"(z), "l"(policy) : "memory");
+}
+
+// Adds the box to what memory holds, element by element, rounded to nearest even.
+__device__ __forceinline__ void tensor_add_3d(const void* map, uint32_t src, int x, int y, int z, uint64_t policy) {
+  asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1], %5;" ::"l"(map),
+               "r"(src), "r"(x), "r"(y), "r"(z), "l"(policy) : "memory");
 }
 
 __device__ __forceinline__ void tensor_store_2d(const void* map, uint32_t src, int x, int y, uint64_t policy) {

@@ -227,6 +227,24 @@ def test_fp32_carry_of_an_expert_across_macrobatches(lib):
     close(results[0], reference(group, *inputs))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("ring", [dict(), dict(ring_tiles=7)], ids=["ring", "replay"])
+def test_sums_have_the_bits_of_adding_afterwards(lib, dtype, ring):
+    """What is there has every exponent, subnormals included, and the gradient's own size, where sums tie."""
+    ids = lambda r, n: torch.randint(0, 10, (n, 4), device="cuda")  # of 12 experts: two have no tokens
+    group, *inputs = build(lib, ranks=2, tokens=[800, 611], hidden=320, inter=192, experts=6, topk=4, ids=ids, **ring)
+    grads, sums, wants = gradients(group, *inputs), [], []
+    for rank in grads:
+        sums.append({})
+        for name in ("d_gate_up_proj", "d_down_proj"):
+            sizes = torch.full(rank[name].shape, 1.0, device="cuda")
+            sizes[:, ::2] = torch.exp2(torch.randint(-149, 60, sizes[:, ::2].shape, device="cuda").double()).float()
+            sums[-1][name] = (torch.randn_like(sizes) * sizes * rank[name].float().std()).to(dtype)
+        wants.append({name: t.clone().add_(rank[name]) for name, t in sums[-1].items()})
+    assert any((t != 0).logical_and(t.abs() < 2.0**-126).any() for rank in sums for t in rank.values())
+    same(gradients(group, *inputs, sums=sums), wants, ("d_gate_up_proj", "d_down_proj"))
+
+
 def test_captured_graph_with_new_routes(lib):
     from driver_backward import Backward
 

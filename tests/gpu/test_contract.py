@@ -2,6 +2,17 @@
 
 import pytest
 
+from tests.kernel.test_accumulate import (  # noqa: F401
+    added,
+    test_a_buffer_that_does_not_fit_is_left_to_autograd,
+    test_a_graph_that_is_kept_adds_twice,
+    test_a_weight_computed_from_a_parameter,
+    test_bits_are_those_of_adding_afterwards,
+    test_checkpointed,
+    test_hooks_see_gradients,
+    test_megatrons_flag_says_that_main_grad_has_it,
+    test_what_asks_for_other_gradients_leaves_buffers_alone,
+)
 from tests.kernel.test_bits import (  # noqa: F401
     base,
     problem,

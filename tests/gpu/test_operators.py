@@ -82,6 +82,26 @@ def test_calls_on_several_streams_share_one_workspace():
             assert_equal(g, w)
 
 
+def test_the_stream_of_backward_waits_for_buffers():
+    """Only the experts are trained: no gradient reaches a leaf that autograd would wait for."""
+    problem, own = Problem([4000], shared_width=0, hidden=1024, intermediate=1024), workspace()
+    p, stream, results = problem.parts, torch.cuda.Stream(), []
+    for fuse in (False, True):
+        weights = [p[n].clone().requires_grad_() for n in ("gate_up", "down")]
+        for _ in range(2):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                out = load().moe(
+                    p["x"], problem.ids, p["weights"], *weights, workspace=own, fuse_wgrad_accumulation=fuse
+                )
+            torch.cuda.current_stream().wait_stream(stream)
+            out.backward(problem.dout)
+            results.append([weight.grad.clone() for weight in weights])
+        torch.cuda.synchronize()
+    for want, got in zip(results[1], results[3], strict=True):
+        assert torch.equal(want, got)
+
+
 def test_no_host_sync():
     step, _ = training_step(Problem([300]), workspace())
     step()
@@ -163,6 +183,10 @@ def test_opcheck():
         _, *rings, schedule = ops.forward(*arguments)
         backward = (handle, schedule, None, problem.dout, *tensors, *rings, 1.5, 0, 0, 40, 255)
         torch.library.opcheck(ops.backward.default, backward, test_utils=checks)
+        sums = (torch.zeros_like(p["gate_up"], dtype=torch.float32), torch.zeros_like(p["down"]))
+        torch.library.opcheck(ops.backward.default, (*backward, *sums), test_utils=checks)
+        with pytest.raises(RuntimeError, match="a gradient's buffer is not contiguous"):
+            ops.backward(*backward, sums[0].transpose(1, 2).contiguous().transpose(1, 2))
         with pytest.raises(RuntimeError, match="the schedule has 1024 bytes and needs"):
             ops.forward(*arguments[:-2], 1024, True)
         with pytest.raises(RuntimeError, match=r"the ring has 128 rows.*at least 256"):

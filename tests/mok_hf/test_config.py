@@ -35,6 +35,7 @@ def test_set_fields_are_the_keywords():
         ({"max_tokens_per_rank": 0}, r"max_tokens_per_rank=0 must be an integer >= 1"),
         ({"precision": "fp16"}, r"precision='fp16' is not one of auto, fp32, bf16"),
         ({"timeout_s": 0}, r"timeout_s=0 must be a number of seconds > 0"),
+        ({"fuse_wgrad_accumulation": "grad"}, r"fuse_wgrad_accumulation='grad' must be True or False"),
     ],
 )
 def test_invalid_values_are_named(values, words):

@@ -164,7 +164,7 @@ class RankCall {
     call.wants_dx = wanted.dx;
     call.d_route_weights = r.d_weights.data(), call.d_shared_scale = in_.shape.shared ? r.d_scale.data() : nullptr;
     const auto pointer = [](std::vector<T>& v) { return v.empty() ? nullptr : v.data(); };
-    call.dx = pointer(r.dx), call.d_gate_up = pointer(r.d_gate_up), call.d_down = pointer(r.d_down);
+    call.dx = pointer(r.dx), call.d_gate_up.out = pointer(r.d_gate_up), call.d_down.out = pointer(r.d_down);
     call.d_shared_gate = pointer(r.d_shared_gate), call.d_shared_up = pointer(r.d_shared_up);
     call.d_shared_down = pointer(r.d_shared_down);
     mok::cpu::backward<T>(group_, call);

@@ -44,6 +44,16 @@ def test_prepared_loop_trains_as_one_process(checkpoint_without_dropout, alone, 
     assert max(worst.values()) < 5e-6, worst
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fused_accumulation_is_bit_exact(checkpoint_without_dropout, ranks):
+    worker = "tests.training.workers:accumulate"
+    plain, fused = (run_ranks(ranks, worker, checkpoint_without_dropout, ranks, fuse) for fuse in (False, True))
+    for want, got in zip(plain, fused, strict=True):
+        assert want["added"] == 0 and got["added"] > 0
+        for kind in ("gradients", "parameters"):
+            assert [name for name, value in want[kind].items() if not torch.equal(value, got[kind][name])] == []
+
+
 @pytest.mark.parametrize(
     ("implementation", "lora"), [("mok", False), ("mok", True), ("native", False)], ids=["mok", "mok-lora", "native"]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,26 @@ def lora_gradients(checkpoint: Path, implementation: str, ep_size: int) -> dict[
         inputs = {name: tensor[rows] for name, tensor in batch(KIND, [LENGTH] * SEQUENCES, seed=index).items()}
         loop.accelerator.backward(loop.model(**inputs).loss)
     return {"initial": initial, "gradients": {name: value.grad for name, value in adapters.items()}}
+
+
+def accumulate(checkpoint: Path, ep_size: int, fuse: bool) -> dict[str, Any]:
+    """Three micro-steps and an optimizer step: gradients, parameters, and how many buffers backwards added to."""
+    kernel = mok_hf.kernel.load()
+    module, added = sys.modules[f"{kernel.__name__}.accumulate"], []
+    module.added = added.extend  # on a CPU there is nothing to wait for
+    config = mok_hf.MoKConfig(fuse_wgrad_accumulation=fuse)
+    model = mok_hf.from_pretrained(AutoModelForCausalLM, checkpoint, ep_size=ep_size, mok_config=config)
+    loop = Loop(model.train(), torch.optim.SGD)
+    share = SEQUENCES // world_size()
+    rows = slice(rank() * share, (rank() + 1) * share)
+    for index in range(3):
+        if world_size() > 1:
+            loop.model.set_requires_gradient_sync(index == 2)
+        inputs = {name: tensor[rows] for name, tensor in batch(KIND, [LENGTH] * SEQUENCES, seed=index).items()}
+        loop.accelerator.backward(loop.model(**inputs).loss / 3)
+    gradients = {name: _local(value.grad).clone() for name, value in loop.module.named_parameters()}
+    loop.optimizer.step()
+    return {"gradients": gradients, "parameters": loop.local(), "added": len(added)}
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

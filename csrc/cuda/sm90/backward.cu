@@ -87,8 +87,15 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   }
   chunks(p.gate_up_proj, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts));
   chunks(p.down_proj, a.down_proj, inter, hidden, a.local_experts);
-  matrices(p.d_gate_up_proj_out, b.d_gate_up_proj, hidden, 2 * inter, a.local_experts, kBlockM);
-  matrices(p.d_down_proj_out, b.d_down_proj, inter, hidden, a.local_experts, kBlockM);
+  const auto weight_gradient = [&](CUtensorMap& map, float*& sum, int& adds, void* to, int into, int64_t width, int64_t count) {
+    adds = into == kMokAddBf16;
+    if (into == kMokAddFp32)
+      sum = static_cast<float*>(to);
+    else
+      matrices(map, to, width, count, a.local_experts, kBlockM);
+  };
+  weight_gradient(p.d_gate_up_proj_out, p.gate_up_sum, p.adds_gate_up, b.d_gate_up_proj, b.d_gate_up_into, hidden, 2 * inter);
+  weight_gradient(p.d_down_proj_out, p.down_sum, p.adds_down, b.d_down_proj, b.d_down_into, inter, hidden);
   if (shared_needed(b)) {
     chunks(p.local_x, b.x, hidden, a.tokens);
     load(p.local_dout, b.dout, hidden, a.tokens);

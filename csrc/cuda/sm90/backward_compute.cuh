@@ -6,6 +6,45 @@
 
 namespace mok::cuda::sm90 {
 
+// Where a warp adds its 16 rows x 256 columns of a weight gradient to fp32 values: the first of them, null if there are none.
+struct Sum {
+  float* first = nullptr;
+  int columns = 0, left = 0;  // of the matrix, and from the first one on
+
+  __device__ __forceinline__ Sum(const BackwardParams& p, const BackwardTask& task, uint32_t kind, int row, int column) {
+    float* base = kind == kWgradGateUp ? p.gate_up_sum : (kind == kWgradDown ? p.down_sum : nullptr);
+    const int rows = kind == kWgradGateUp ? 2 * p.inter : p.hidden;
+    columns = kind == kWgradGateUp ? p.hidden : p.inter, left = columns - column;
+    if (base != nullptr && task.last() && row < rows) first = base + (static_cast<int64_t>(task.expert()) * rows + row) * columns + column;
+  }
+  // Into the L2, while the tile is multiplied: four lines a lane.
+  __device__ __forceinline__ void prefetch() const {
+    const int lane = threadIdx.x % 32;
+    if (first == nullptr || lane % 8 * 32 >= left) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ptx::prefetch_l2(first + (4 * i + lane / 8) * columns + lane % 8 * 32);
+  }
+  // The rounded gradient. Nobody else comes to these addresses, so the sum is an ordinary one: red.add.f32 would flush subnormals.
+  __device__ __forceinline__ void add(const float (&acc)[128]) const {
+    if (first == nullptr) return;
+    float* const mine = first + threadIdx.x % 32 / 4 * columns + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (64 * i >= left) continue;
+      float2 old[16];
+#pragma unroll
+      for (int j = 0; j < 16; ++j) old[j] = __ldcs(reinterpret_cast<const float2*>(mine + j % 2 * 8 * columns + 64 * i + j / 2 * 8));
+#pragma unroll
+      for (int j = 0; j < 16; ++j) {
+        const int at = 4 * (8 * i + j / 2) + 2 * (j % 2);  // as in round_block
+        const uint32_t v = ptx::pack_bf16(acc[at], acc[at + 1]);
+        __stcs(reinterpret_cast<float2*>(mine + j % 2 * 8 * columns + 64 * i + j / 2 * 8),
+               make_float2(__fadd_rn(old[j].x, ptx::bf16_low(v)), __fadd_rn(old[j].y, ptx::bf16_high(v))));
+      }
+    }
+  }
+};
+
 // The carry of one output tile: thread t of the 256 finds its 128 accumulators as 32 pieces of 16 bytes, 256 pieces apart.
 __device__ __forceinline__ float4* carry_of(float* carry, int tile) {
   return reinterpret_cast<float4*>(carry) + static_cast<int64_t>(tile) * (kBlockM * kBlockN / 4) + (threadIdx.x - 128);
@@ -45,7 +84,9 @@ __device__ __forceinline__ void compute_backward_tiles(const BackwardParams& p, 
     const bool idle = group == 1 && task.is_short() && !wgrad && (!task.two() || cta == 1);
     float4* carry = nullptr;
 
+    const int output_row = (task.row() + static_cast<int>(cta)) * kBlockM + in_tile;  // of a weight gradient
     if (wgrad) {
+      Sum(p, task, product.kind, output_row, column).prefetch();
       const bool of_gate_up = product.kind == kWgradGateUp;
       if (!task.first() || !task.last())
         carry = carry_of(of_gate_up ? p.carry_gate_up : p.carry_down,
@@ -92,11 +133,17 @@ __device__ __forceinline__ void compute_backward_tiles(const BackwardParams& p, 
       continue;
     }
     handover.wait_free(smem, watch);
-    if (carry != nullptr && !task.last()) {
-      store_carry(acc, carry);
-      handover.send(smem, in_tile, borrowed);
-    } else if (wgrad) {
-      boxes_epilogue(acc, smem, in_tile, borrowed, handover);
+    if (wgrad) {
+      const bool to_sum = product.kind == kWgradGateUp ? p.gate_up_sum != nullptr : product.kind == kWgradDown && p.down_sum != nullptr;
+      if (!task.last()) {
+        store_carry(acc, carry);
+        handover.send(smem, in_tile, borrowed);
+      } else if (to_sum) {
+        Sum(p, task, product.kind, output_row, column).add(acc);
+        handover.send(smem, in_tile, borrowed);
+      } else {
+        boxes_epilogue(acc, smem, in_tile, borrowed, handover);
+      }
     } else if (product.kind == kReplay) {
       gate_up_epilogue(acc, p.swiglu_limit, true, false, smem, in_tile, borrowed, handover, watch);
     } else {

@@ -40,10 +40,12 @@ struct alignas(128) BackwardParams {
   __nv_bfloat16 *dout_out, *x_out, *shared_out;
   float *weight_out, *dots, *shared_dots, *carry_gate_up, *carry_down;
   const float* shared_scale;
+  float *gate_up_sum, *down_sum;  // fp32 [L, 2I, D] and [L, D, I] that weight gradients are added to, or null
   Limits limits;
 
   BackwardPlan plan;
   int ranks, tokens, topk, hidden, inter, shared_inter, wants_dx;
+  int adds_gate_up, adds_down;    // 1: added to the bf16 values that are there
   int lead_tiles, head_tiles;
   float swiglu_limit;
   int copy_bytes, copy_slots, copies_per_row;

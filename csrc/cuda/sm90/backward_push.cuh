@@ -26,24 +26,30 @@ __device__ __forceinline__ bool push_hidden_gradient(Outbox& box, const CUtensor
   return true;
 }
 
-// A finished output tile of a weight gradient; of an unfinished one the consumers have stored the carry.
+// A finished output tile of a weight gradient. Of an unfinished one the consumers have stored the carry, and what goes into fp32 sums they have added.
 __device__ __forceinline__ bool push_weight_gradient(Outbox& box, const BackwardParams& p, const BackwardTask& task, int row) {
   const uint32_t stage = box.take();
   if (stage == kStages) return false;
   if (threadIdx.x % 32 == 0 && task.last()) {
     const CUtensorMap* to = nullptr;
+    bool add = false;
     int rows = 0, columns = p.hidden;
     switch (task.kind()) {
-      case kWgradGateUp: to = &p.d_gate_up_proj_out, rows = 2 * p.inter; break;
-      case kWgradDown: to = &p.d_down_proj_out, rows = p.hidden, columns = p.inter; break;
+      case kWgradGateUp: to = &p.d_gate_up_proj_out, rows = p.gate_up_sum == nullptr ? 2 * p.inter : 0, add = p.adds_gate_up != 0; break;
+      case kWgradDown: to = &p.d_down_proj_out, rows = p.down_sum == nullptr ? p.hidden : 0, columns = p.inter, add = p.adds_down != 0; break;
       case kSharedWgradGate: to = &p.d_shared_gate_out, rows = p.shared_inter; break;
       case kSharedWgradUp: to = &p.d_shared_up_out, rows = p.shared_inter; break;
       default: to = &p.d_shared_down_out, rows = p.hidden, columns = p.shared_inter; break;
     }
     const int column = task.column() * kWideColumns;
-    for (int i = 0; i < kWideColumns / 64; ++i)
-      if (row < rows && column + 64 * i < columns)
+    for (int i = 0; i < kWideColumns / 64; ++i) {
+      if (row >= rows || column + 64 * i >= columns) break;
+      if (add) {
+        ptx::tensor_add_3d(to, out_box(box.smem, stage, i), column + 64 * i, row, task.expert(), ptx::evict_first());
+      } else {
         ptx::tensor_store_3d(to, out_box(box.smem, stage, i), column + 64 * i, row, task.expert(), ptx::evict_first());
+      }
+    }
     ptx::bulk_commit();
   }
   box.release();

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import accumulate
 from ._ops import add_op_namespace_prefix, ops
 from .errors import timeouts
 from .workspace import Workspace, leaving
@@ -41,6 +44,7 @@ def moe(
     max_tokens_per_rank: int | None = None,
     precision: str | None = None,
     timeout_s: float | None = None,
+    fuse_wgrad_accumulation: bool = False,
 ) -> Tensor:
     """One MoE layer: dispatch, shared and routed experts, combine, weighted sum. Differentiable; collective.
 
@@ -67,6 +71,9 @@ def moe(
         max_tokens_per_rank: most tokens any rank ever has; with it the ranks need not agree on counts.
         precision: None or "bf16"/"fp32", which must be x's: "mxfp8" is not built for this device.
         timeout_s: longest wait for another rank.
+        fuse_wgrad_accumulation: the backward adds the gradients of gate_up_proj and down_proj to the buffers that are
+            there (accumulate.py) instead of returning them to be added. The bits are the same, a failed call leaves the
+            buffers unusable.
 
     Returns:
         [N, D] in x's dtype. Gradients of the experts' weights are sums over the tokens of all ranks, those of `shared`
@@ -100,7 +107,8 @@ def moe(
     ring = ring or _balanced(workspace.tokens * top_k, experts, device)
     ids, table, plan = _routes(handle, top_k_index, workspace, experts, hidden, x.dtype)
     routes = workspace.size * workspace.most_tokens * top_k
-    run = _Layer.apply if save else _Layer.forward
+    layer = _AccumulatingLayer if fuse_wgrad_accumulation else _Layer
+    run = layer.apply if save else layer.forward
     with timeouts(workspace.rank, workspace.timeout_s):
         return run(
             handle,
@@ -192,6 +200,7 @@ def _ready(tensor: Tensor | None) -> Tensor | None:
 
 
 _SAVED = 12  # handle, table, plan, x, ids, weights, gate_up, down, shared gate, up and down, scale
+_WEIGHTS = (6, 7)  # those of them that are large
 _WANTED = (3, 5, 6, 7, 8, 9, 10, 11)  # those of them that may have a gradient, in the order of backward's results
 
 
@@ -204,18 +213,22 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout, *_):
+def _backward(ctx, dout, *_, accumulates=False):
     no_grads = (None,) * (_SAVED + 8)
     if dout is None:
         return no_grads
-    handle, table, plan, *rest, schedule = ctx.saved_tensors
+    saved = ctx.saved_tensors
+    handle, table, plan, *rest, schedule = saved
     table = schedule if table is None else table
     needs = sum(1 << bit for bit, i in enumerate(_WANTED) if ctx.needs_input_grad[i])
+    buffers = accumulate.buffers(ctx, saved[:_SAVED], _WEIGHTS) if accumulates else {}
     with timeouts(int(handle[0]), int(handle[3]) / 1e9), leaving(handle):
-        results = ops.backward(handle, table, plan, _ready(dout), *rest, *ctx.settings, needs)
+        sums = map(buffers.get, _WEIGHTS)
+        results = ops.backward(handle, table, plan, _ready(dout), *rest, *ctx.settings, needs, *sums)
+    accumulate.added(buffers.values())
     grads = list(no_grads)
     for bit, i in enumerate(_WANTED):
-        if needs >> bit & 1:
+        if needs >> bit & 1 and i not in buffers:
             grads[i] = results[bit]
     return tuple(grads)
 
@@ -233,6 +246,12 @@ class _Layer(torch.autograd.Function):
 
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(once_differentiable(_backward))
+
+
+class _AccumulatingLayer(_Layer):
+    """With the experts' gradients added to their buffers, which only the nodes of a graph that autograd runs have."""
+
+    backward = staticmethod(once_differentiable(partial(_backward, accumulates=True)))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("schedule"))
@@ -297,8 +316,11 @@ def _(
     comm,
     max_tokens,
     needs,
+    gate_up_buffer=None,
+    down_buffer=None,
 ):
     like = [x, weights, gate_up, down, gate, up, shared_down, scale]
+    needs &= ~((gate_up_buffer is not None) << 2 | (down_buffer is not None) << 3)
     return tuple(torch.empty_like(t) if needs >> bit & 1 else x.new_empty(0) for bit, t in enumerate(like))
 
 
