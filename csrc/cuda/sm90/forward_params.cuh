@@ -49,7 +49,8 @@ struct Shared {
   static constexpr int kCopyFull = kTaskEmpty + 8 * kTaskSlots; // [copy slots] 1 arrival + bytes
   static constexpr int kOutFull = kCopyFull + 8 * kCopySlots;  // 8 arrivals: consumer warps, output rows are in their windows
   static constexpr int kOutFree = kOutFull + 8;                // 1 arrival: the combine warp has sent them
-  static constexpr int kTask = (kOutFree + 8 + 15) / 16 * 16;  // [slots] 16 bytes
+  static constexpr int kDrained = kOutFree + 8;                // leader's only, 18 arrivals: the warps that pull in a cluster that only pulls
+  static constexpr int kTask = (kDrained + 8 + 15) / 16 * 16;  // [slots] 16 bytes
   static constexpr int kOutStage = kTask + 16 * kTaskSlots;    // 4 bytes: the stage that the down tile in the windows has borrowed
   static constexpr int kBytes = kOutStage + 8;
 };
@@ -76,6 +77,7 @@ struct alignas(128) ForwardParams {
   Columns columns;
   int tokens, topk, hidden, inter, shared_inter, ring_tiles;
   int lead_tiles, head_tiles;  // how far dispatch may run ahead; tiles that the consumer warps fetch before they begin
+  int comm_ctas;               // CTAs that only pull, as long as there is something to pull
   int ladder, store_gate_up;
   float swiglu_limit;
   int copy_bytes, copy_slots, copies_per_row;  // a row travels in copies_per_row pieces of at most copy_bytes
