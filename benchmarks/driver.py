@@ -27,7 +27,8 @@ class ForwardArgs(ctypes.Structure):
                 "minibatch_tiles lead_tiles ladder store_gate_up"
             ).split()
         ]
-        + [("swiglu_limit", ctypes.c_float), ("sm_limit", ctypes.c_int32), ("timeout_ns", ctypes.c_uint64)]
+        + [("swiglu_limit", ctypes.c_float), ("sm_limit", ctypes.c_int32), ("comm_sms", ctypes.c_int32)]
+        + [("timeout_ns", ctypes.c_uint64)]
         + [(n, ctypes.c_void_p * MAX_RANKS) for n in "peer_x peer_ids peer_tokens peer_routed".split()]
         + [
             (n, ctypes.c_void_p)
@@ -64,6 +65,7 @@ class Settings:
     store_gate_up: bool = True
     swiglu_limit: float = 0.0
     sm_limit: int = 0
+    comm_sms: int = 0  # of the forward
     timeout_s: float = 5.0
     ladder: int = WHOLE
 
@@ -152,6 +154,7 @@ class Group:
             store_gate_up=int(s.store_gate_up),
             swiglu_limit=s.swiglu_limit,
             sm_limit=s.sm_limit,
+            comm_sms=s.comm_sms,
             timeout_ns=int(s.timeout_s * 1e9),
         )
         for r, o in enumerate(self.ranks):

@@ -10,7 +10,10 @@ from driver import MAX_RANKS, ForwardArgs, Group, check, ptr
 class BackwardArgs(ctypes.Structure):
     _fields_ = (
         [("forward", ForwardArgs)]
-        + [(n, ctypes.c_int32) for n in ("window_tiles", "chunk_units", "wants_dx", "d_gate_up_into", "d_down_into")]
+        + [
+            (n, ctypes.c_int32)
+            for n in ("window_tiles", "chunk_units", "wants_dx", "d_gate_up_into", "d_down_into", "comm_sms")
+        ]
         + [(n, ctypes.c_void_p) for n in ("x", "dout", "shared_scale")]
         + [(n, ctypes.c_void_p * MAX_RANKS) for n in ("peer_dout", "peer_weight", "peer_dweight")]
         + [
@@ -38,9 +41,15 @@ class Backward:
     """
 
     def __init__(
-        self, group: Group, window_tiles: int = 0, chunk_units: int = 0, wants: Wants | None = None, sums=None
+        self,
+        group: Group,
+        window_tiles: int = 0,
+        chunk_units: int = 0,
+        wants: Wants | None = None,
+        sums=None,
+        comm_sms: int = 0,
     ):
-        self.group, self.window_tiles, self.chunk_units = group, window_tiles, chunk_units
+        self.group, self.window_tiles, self.chunk_units, self.comm_sms = group, window_tiles, chunk_units, comm_sms
         self.wants, self.sums = wants or Wants(), sums
         self.lib = group.lib
         self.lib.mok_backward_workspace_bytes.restype = ctypes.c_int64
@@ -77,6 +86,7 @@ class Backward:
             window_tiles=self.window_tiles,
             chunk_units=self.chunk_units,
             wants_dx=int(self.wants.dx),
+            comm_sms=self.comm_sms,
             x=x.data_ptr() if x is not None else g.ranks[rank]["x"].data_ptr(),
             dout=dout.data_ptr() if dout is not None else b["dout"].data_ptr(),
             shared_scale=scale.data_ptr() if scale is not None else None,

@@ -22,7 +22,9 @@ class MoKConfig:
         minibatch_size: rows dispatched per step, in routed rows, a multiple of 128 (paper, section 3.2).
         macrobatch_size: rows of the dispatch ring kept for backward, in routed rows, a multiple of 128
             (paper, section 3.3), on a GPU at least 256. Smaller saves activation memory and replays more in backward.
-        fwd_comm_sms: communication threads in forward, on the CPU; on Hopper every SM communicates, so only 0.
+        fwd_comm_sms: on a GPU, SMs that only pull rows from other ranks in forward, until there are none left to pull,
+            and compute then: an even number (an odd one counts as the next), at least two SMs fewer than there are. 0,
+            the default, has every SM pull beside its products. On the CPU, communication threads, at least 1.
         bwd_comm_sms: the same for backward.
         max_tokens_per_rank: largest number of tokens any rank passes to one layer call. Set, it removes the exchange
             of token counts at the start of each model forward, and a larger batch raises; unset, counts are exchanged.

@@ -50,6 +50,7 @@ typedef struct MokForwardArgs {
   int32_t store_gate_up;    // 1: keep gate and up (bf16) for the backward
   float swiglu_limit;       // clamp of gate (above) and up (both sides); <= 0: none
   int32_t sm_limit;         // CTAs at most (0: all the device holds at once)
+  int32_t comm_sms;         // forward: CTAs that pull before they compute, an even number that leaves two (0: all pull beside their products)
   uint64_t timeout_ns;      // bound of every wait in a kernel
 
   const void* peer_x[MOK_MAX_RANKS];         // bf16 [tokens of that rank, D]
@@ -96,6 +97,7 @@ typedef struct MokBackwardArgs {
   int32_t chunk_units;   // pairs of row tiles by which one dgrad trails the other (0: as many as make one wave)
   int32_t wants_dx;      // of any rank; with more than one rank read from peer_tokens instead
   int32_t d_gate_up_into, d_down_into;  // MokInto
+  int32_t comm_sms;      // as the forward's, which counts for nothing here
   const void* x;         // bf16 [tokens, D], this rank's
   const void* dout;      // bf16 [tokens, D], this rank's
   const float* shared_scale;  // fp32 [tokens], may be null

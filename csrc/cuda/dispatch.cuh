@@ -1,4 +1,5 @@
-// Dispatch: one warp in every CTA pulls routed rows from their owners into the ring, while the other warps multiply.
+// Dispatch: one warp in every CTA pulls routed rows from their owners into the ring, while the other warps multiply; or CTAs set aside for it do
+// (dedicated.cuh).
 //
 // A ticket is kDispatchRows consecutive rows of the row table; tickets walk the tiles from the last to the first. Rows of one ticket
 // come from different peers by the order of the table. A row travels as bulk copies peer -> shared memory -> ring, in pieces of at most
@@ -124,13 +125,12 @@ struct Ticket {
 };
 constexpr uint32_t kTicketRows = (1u << kDispatchRows) - 1;
 
-// The dispatch warp, all 32 lanes.
-__device__ __forceinline__ void dispatch_rows(const sm90::ForwardParams& p, uint32_t smem) {
+// A warp that pulls, all 32 lanes, until there are no tickets left.
+__device__ __forceinline__ void dispatch_rows(const sm90::ForwardParams& p, CopyRing ring) {
   const int lane = threadIdx.x % 32;
   const int tiles = p.header->tiles;
   const uint32_t row_bytes = p.hidden * 2;
   Watch watch = watch_of(p.limits);
-  CopyRing ring{smem + sm90::Shared::kCopy, smem + sm90::Shared::kCopyFull, p.copy_bytes, p.copy_slots, p.copies_per_row};
   Ticket ticket;
   while (ticket.take(p.tickets + kDispatchTicket, p.head_tiles, tiles) && !__any_sync(~0u, watch.dead)) {
     const int tile = tiles - 1 - ticket.index;

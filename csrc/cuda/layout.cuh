@@ -47,7 +47,7 @@ MOK_HD int64_t chunks_per_rank(const MokForwardArgs& a) {
   return n > 0 ? n : 1;
 }
 
-// The lag between gate+up and down. Automatic: two waves of gate+up tasks over the device's clusters (paper, section 3.2), so that down finds
+// The lag between gate+up and down. Automatic: two waves of gate+up tasks over the clusters that compute (paper, section 3.2), so that down finds
 // its rows written and the weights of a wave are still in the L2 for the next.
 inline Lag lag_of(const MokForwardArgs& a) {
   int minibatch = a.minibatch_tiles;
@@ -56,6 +56,7 @@ inline Lag lag_of(const MokForwardArgs& a) {
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     if (a.sm_limit > 0 && a.sm_limit < sms) sms = a.sm_limit;
+    sms = max_of(sms - a.comm_sms, 2);
     const int columns = static_cast<int>(ceil_div(a.inter, kGateUpColumns));
     minibatch = 2 * static_cast<int>(ceil_div(2 * (sms / 2), columns));
   }

@@ -54,7 +54,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(Tensor words, Opti
                                                               Optional shared_down, Optional shared_scale, std::optional<double> limit,
                                                               int64_t ring_rows, int64_t minibatch_rows, int64_t comm, int64_t backward_comm,
                                                               int64_t max_tokens, int64_t schedule_bytes, bool save) {
-  STD_TORCH_CHECK(comm == 0 && backward_comm == 0, "this kernel has no SMs for communication alone");
+  check_comm(comm), check_comm(backward_comm);
   const Layer layer{x, ids, route_weights, gate_up, down, shared_gate, shared_up, shared_down, shared_scale};
   Call call(words, x);
   const Workspace& w = call.workspace;
@@ -63,6 +63,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(Tensor words, Opti
   const int64_t n = layer.tokens(), d = layer.hidden(), i = layer.inter(), s = layer.shared(), k = layer.top_k();
   const DataLayout at = DataLayout::make(w.ranks, w.max_tokens, k, d);
   MokForwardArgs a = forward_args(w, layer, at, max_tokens, ring_rows, minibatch_rows, limit, save);
+  a.comm_sms = static_cast<int>(comm);
   STD_TORCH_CHECK(schedule_bytes >= mok_schedule_bytes(&a), "the schedule has ", schedule_bytes, " bytes and needs ", mok_schedule_bytes(&a));
 
   Tensor out = rows_of(x, {n, d});
@@ -104,7 +105,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
     Optional shared_gate, Optional shared_up, Optional shared_down, Optional shared_scale, Tensor ring_x, Tensor ring_gate_up, Tensor shared_gate_up,
     std::optional<double> limit, int64_t minibatch_rows, int64_t comm, int64_t max_tokens, int64_t needs, Optional gate_up_buffer,
     Optional down_buffer) {
-  STD_TORCH_CHECK(comm == 0, "this kernel has no SMs for communication alone");
+  check_comm(comm);
   const Layer layer{x, ids, route_weights, gate_up, down, shared_gate, shared_up, shared_down, shared_scale};
   Call call(words, x);
   const Workspace& w = call.workspace;
@@ -134,7 +135,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
   Tensor d_shared_gate = grad(4, {s, d}), d_shared_up = grad(5, {s, d}), d_shared_down = grad(6, {d, s});
   Tensor d_shared_scale = grad(7, {n}, ScalarType::Float);
   Tensor shared_dx = rows_of(x, {needed(0) && s ? n : 0, d});
-  b.wants_dx = needed(0), b.x = data_of(x), b.dout = data_of(dout), b.shared_scale = data_of<float>(shared_scale);
+  b.wants_dx = needed(0), b.comm_sms = static_cast<int>(comm), b.x = data_of(x), b.dout = data_of(dout), b.shared_scale = data_of<float>(shared_scale);
   b.shared_dx = needed(0) && s ? data_of(shared_dx) : nullptr;
   const auto weight_gradient = [&](int bit, const Tensor& t, const Optional& buffer, std::initializer_list<int64_t> sizes, int32_t& into) {
     if (!buffer) return wanted(bit, t);

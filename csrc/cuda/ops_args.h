@@ -32,6 +32,11 @@ inline void expect(const Tensor& t, const char* name, std::initializer_list<int6
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0, name, " is not 16-byte aligned: pass a copy of it");
 }
 
+// SMs that pull before they compute. Whether they leave some that compute is known once the kernel is: the launch refuses then.
+inline void check_comm(int64_t comm) {
+  STD_TORCH_CHECK(comm >= 0 && comm % 2 == 0 && comm <= std::numeric_limits<int32_t>::max(), comm, " SMs for communication: they come in pairs");
+}
+
 inline Tensor empty_of(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType type) {
   return torch::stable::new_empty(like, {sizes.begin(), sizes.size()}, type);
 }

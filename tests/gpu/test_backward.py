@@ -121,10 +121,13 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("comm_sms", (0, 2, 8, 32))
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.replace(" ", "-"))
-def test_against_fp64(lib, case):
-    group, *inputs = build(lib, **CASES[case])
-    close(gradients(group, *inputs), reference(group, *inputs))
+def test_against_fp64(lib, case, comm_sms):
+    if comm_sms == 32 and CASES[case]["ranks"] == 4:
+        comm_sms = 30  # of 32
+    group, *inputs = build(lib, **CASES[case], comm_sms=comm_sms)
+    close(gradients(group, *inputs, comm_sms=comm_sms), reference(group, *inputs))
 
 
 # A bf16 gate or up near the limit crosses it by rounding, in plain PyTorch too: only the comparison with it tells.
@@ -170,6 +173,14 @@ def test_bits_do_not_depend_on_settings(lib):
         (dict(ring_tiles=2), dict(window_tiles=1)),
         (dict(ring_tiles=9, lead_tiles=1), dict(chunk_units=2)),
         (dict(sm_limit=8), dict()),
+        (dict(), dict(comm_sms=2)),
+        (dict(), dict(comm_sms=8)),
+        (dict(), dict(comm_sms=32)),
+        (dict(), dict(comm_sms=64)),  # of 66 with two ranks in one launch: one cluster computes
+        (dict(sm_limit=8), dict(comm_sms=2)),
+        (dict(ring_tiles=10), dict(window_tiles=5, comm_sms=8)),
+        (dict(ring_tiles=2), dict(window_tiles=1, comm_sms=2)),
+        (dict(ring_tiles=9, lead_tiles=1), dict(chunk_units=2, comm_sms=32)),
     ):
         group, *inputs = build(lib, **shape, **settings)
         if baseline is None:
@@ -245,12 +256,13 @@ def test_sums_have_the_bits_of_adding_afterwards(lib, dtype, ring):
     same(gradients(group, *inputs, sums=sums), wants, ("d_gate_up_proj", "d_down_proj"))
 
 
-def test_captured_graph_with_new_routes(lib):
+@pytest.mark.parametrize("comm_sms", (0, 8))
+def test_captured_graph_with_new_routes(lib, comm_sms):
     from driver_backward import Backward
 
     shape = dict(ranks=1, tokens=[700], hidden=512, inter=256, experts=8, topk=4, shared=256)
-    group, xs, ids, ws, scales, douts = build(lib, **shape)
-    backward = Backward(group)
+    group, xs, ids, ws, scales, douts = build(lib, **shape, comm_sms=comm_sms)
+    backward = Backward(group, comm_sms=comm_sms)
 
     def step():
         group.forward_single(xs[0], ids[0], ws[0], scales[0], args=group.args(0, 700, xs[0]))

@@ -76,10 +76,22 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("comm_sms", (0, 2, 8, 32))
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.replace(" ", "-"))
-def test_against_fp64(lib, case):
-    group, *inputs, expected = build(lib, **CASES[case])
+def test_against_fp64(lib, case, comm_sms):
+    if comm_sms == 32 and CASES[case]["ranks"] == 4:
+        comm_sms = 30  # of 32
+    group, *inputs, expected = build(lib, **CASES[case], comm_sms=comm_sms)
     close(forward(group, *inputs), expected)
+
+
+def test_no_cluster_left_to_compute(lib):
+    for comm_sms in (-2, 3, 8, 1000):
+        group, *inputs, _ = build(
+            lib, ranks=1, tokens=[200], hidden=256, inter=128, experts=4, topk=2, comm_sms=comm_sms, sm_limit=8
+        )
+        with pytest.raises(RuntimeError, match=r"CUDA error 1$"):
+            forward(group, *inputs)
 
 
 def test_every_route_to_one_expert_and_repeated_experts(lib):
@@ -108,6 +120,13 @@ def test_bits_do_not_depend_on_settings(lib):
         dict(lead_tiles=1, minibatch_tiles=2, ring_tiles=6),
         dict(sm_limit=8),
         dict(store_gate_up=False),
+        dict(comm_sms=2),
+        dict(comm_sms=8),
+        dict(comm_sms=32),
+        dict(comm_sms=64),  # of 66 with two ranks in one launch: one cluster computes
+        dict(comm_sms=2, sm_limit=8),
+        dict(comm_sms=8, ring_tiles=2),
+        dict(comm_sms=32, ring_tiles=9, lead_tiles=1, minibatch_tiles=2),
     ):
         group, *inputs, expected = build(lib, **shape, **settings)
         for one_launch in (True, False):
@@ -162,11 +181,13 @@ def test_padding_rows_are_zero_and_gate_up_is_kept(lib):
         tile += -(-n // 128)
 
 
-def test_graph_replays_with_new_routes(lib):
+@pytest.mark.parametrize("comm_sms", (0, 8))
+def test_graph_replays_with_new_routes(lib, comm_sms):
     """Eager, three replays of one captured graph with new inputs, eager."""
     import driver
 
-    group, xs, ids, ws, *_ = build(lib, ranks=1, tokens=[900], hidden=512, inter=256, experts=8, topk=4, shared=128)
+    shape = dict(ranks=1, tokens=[900], hidden=512, inter=256, experts=8, topk=4, shared=128)
+    group, xs, ids, ws, *_ = build(lib, **shape, comm_sms=comm_sms)
     x, i, w = xs[0].clone(), ids[0].clone(), ws[0].clone()
     run = lambda: group.forward_single(x, i, w)
     assert (

@@ -201,7 +201,8 @@ def test_opcheck():
     "changed, words",
     [
         (dict(dtype=torch.float32), "x is torch.float32.*bfloat16.*autocast"),
-        (dict(fwd_comm_sms=8), "fwd_comm_sms=8; on CUDA every SM communicates"),
+        (dict(fwd_comm_sms=1000), r"fwd_comm_sms=1000; cuda:0 has \d+ SMs.* set 0 to \d+, or leave it at None"),
+        (dict(bwd_comm_sms=-2), "bwd_comm_sms=-2; .* set 0 to"),
         (dict(macrobatch_size=128), "macrobatch_size=128.*at least 256"),
         (dict(precision="mxfp8"), "precision='mxfp8'"),
         (dict(max_tokens_per_rank=3), "rank 0 has 64 tokens, more than max_tokens_per_rank=3"),

@@ -38,9 +38,10 @@ def test_missing_rank(lib):
     assert group.ranks[1]["abort_word"].item() == 1, "the peer learns of it"
 
 
+@pytest.mark.parametrize("comm_sms", (0, 8))
 @pytest.mark.parametrize("ranks", (1, 2))
-def test_stalled_megakernel_stops(lib, ranks):
-    group = group_of(lib, ranks)
+def test_stalled_megakernel_stops(lib, ranks, comm_sms):
+    group = group_of(lib, ranks, comm_sms=comm_sms)
     args = []
     for r in range(ranks):
         x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16)

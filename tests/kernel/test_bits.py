@@ -46,8 +46,6 @@ def test_runs(problem: Problem, base: dict) -> None:
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(str(v) for v in s.values()))
 def test_settings(problem: Problem, base: dict, settings: dict) -> None:
     """Weight gradients included: the rounding of an expert split by a macrobatch boundary happens once, at its end."""
-    if backend().device == "cuda":  # no threads of its own communicate there
-        settings = {name: value for name, value in settings.items() if not name.endswith("comm_sms")}
     poison()
     for ranks in (1, 4):
         assert_equal(problem.step(ranks, **settings), base[ranks])

@@ -15,6 +15,7 @@
 //           shared_ready     shared dgrad_down column tiles; behind the last, over all token tiles
 #include <cstring>
 
+#include "../dedicated.cuh"
 #include "../tensor_map.h"
 #include "backward_compute.cuh"
 #include "backward_load.cuh"
@@ -33,11 +34,16 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   const uint32_t smem = ptx::shared_address(shared_memory);
   const BackwardParams& p = launch.rank[kRanks == 1 ? 0 : blockIdx.x / (gridDim.x / kRanks)];
+  const auto pull = [&](const CopyRing& ring) { pull_rows(p, ring); };
   run_roles(
-      smem, p.limits, [&] { load_backward_operands(p, smem); }, [&] { pull_rows(p, smem); }, [&] { schedule_backward_tasks(p, smem); },
+      smem, p.limits, [&] { load_backward_operands(p, smem); }, [&] { dispatch_role(p, place_of(kRanks, p.comm_ctas), smem, pull); },
+      [&] {
+        if (place_of(kRanks, p.comm_ctas).only_pulls()) wait_drained(p.limits, smem);
+        schedule_backward_tasks(p, smem);
+      },
       [&] { push_tiles(p, smem); },
       [&](uint32_t group) {
-        pull_head(p, blockIdx.x % (gridDim.x / kRanks), gridDim.x / kRanks);
+        pull_before_computing(p, place_of(kRanks, p.comm_ctas), smem, pull, [&](int cta, int ctas) { pull_head(p, cta, ctas); });
         compute_backward_tiles(p, smem, group);
       });
 }
@@ -135,7 +141,7 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   p.limits = {a.abort_word, a.record, a.timeout_ns, static_cast<uint32_t>(a.rank)};
   p.plan = plan_of(b, clusters);
   p.ranks = a.ranks, p.tokens = a.tokens, p.topk = a.topk, p.hidden = a.hidden, p.inter = a.inter, p.shared_inter = a.shared_inter;
-  p.wants_dx = b.wants_dx, p.swiglu_limit = a.swiglu_limit;
+  p.wants_dx = b.wants_dx, p.swiglu_limit = a.swiglu_limit, p.comm_ctas = b.comm_sms;
   // A tile's rows are multiplied when its chunk is, and with replay a chunk is replayed before: pulls must be allowed that far.
   p.lead_tiles = min_of(max_of(a.lead_tiles > 0 ? a.lead_tiles : 48, 6 * p.plan.chunk + 2), window);
   p.head_tiles = p.plan.shared_down_columns == 0 ? min_of(kHeadTiles, p.lead_tiles) : 0;
@@ -150,7 +156,9 @@ cudaError_t launch(const MokBackwardArgs* args, cudaStream_t stream) {
   const int clusters = resident_clusters(backward_kernel<kRanks>, kRanks, args[0].forward.sm_limit, &status);
   if (clusters == 0) return status;
   for (int r = 0; r < kRanks; ++r) {
-    status = fill_params(args[r], clusters / kRanks, params.rank[r]);
+    const int computing = computing_clusters(clusters / kRanks, args[r].comm_sms);
+    if (computing == 0) return cudaErrorInvalidValue;
+    status = fill_params(args[r], computing, params.rank[r]);
     if (status != cudaSuccess) return status;
     status = cudaMemsetAsync(args[r].workspace, 0, BackwardLayout::make(args[r]).cleared_bytes, stream);
     if (status != cudaSuccess) return status;

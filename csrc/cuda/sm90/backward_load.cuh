@@ -178,14 +178,14 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
   }
 }
 
-// Reverse-combine, and dispatch again where a tile is replayed: rows of dOut (and x) from their owners, with the routes' weights.
-__device__ __forceinline__ void pull_rows(const BackwardParams& p, uint32_t smem) {
+// Reverse-combine, and dispatch again where a tile is replayed: rows of dOut (and x) from their owners, with the routes' weights. A warp that
+// pulls, until there are no tickets left.
+__device__ __forceinline__ void pull_rows(const BackwardParams& p, CopyRing ring) {
   const int lane = threadIdx.x % 32;
   const int tiles = p.header->tiles;
   const uint32_t row_bytes = p.hidden * 2;
   const BackwardPlan& plan = p.plan;
   Watch watch = watch_of(p.limits);
-  CopyRing ring{smem + Shared::kCopy, smem + Shared::kCopyFull, p.copy_bytes, p.copy_slots, p.copies_per_row};
   Ticket ticket;
   while (ticket.take(p.tickets + kDispatchTicket, p.head_tiles, tiles) && !__any_sync(~0u, watch.dead)) {
     const int tile = ticket.index;

@@ -46,7 +46,7 @@ struct alignas(128) BackwardParams {
   BackwardPlan plan;
   int ranks, tokens, topk, hidden, inter, shared_inter, wants_dx;
   int adds_gate_up, adds_down;    // 1: added to the bf16 values that are there
-  int lead_tiles, head_tiles;
+  int lead_tiles, head_tiles, comm_ctas;
   float swiglu_limit;
   int copy_bytes, copy_slots, copies_per_row;
 

@@ -17,6 +17,7 @@
 //           out_full       8: the consumer warps, a part of a tile is in place
 //           out_free       1: the pushing warp, its stores have read it
 //           copy_full[8]   1 + a piece of a row: the dispatch warp's own pulls
+//           drained        18, in the first CTA: the nine warps of both CTAs that pull, in a cluster that does so first (dedicated.cuh)
 // Counters  (global memory, cleared by mok_schedule, indexed by absolute row tile)
 //           x_ready        128 rows landed                         dispatch -> load_operands
 //           h_ready        gate+up column tiles, written           pushes -> load_operands of down; dispatch (x slot is free)
@@ -26,7 +27,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "../dispatch.cuh"
+#include "../dedicated.cuh"
 #include "../tensor_map.h"
 #include "compute.cuh"
 #include "launch.cuh"
@@ -45,14 +46,20 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   const uint32_t smem = ptx::shared_address(shared_memory);
   const ForwardParams& p = launch.rank[kRanks == 1 ? 0 : blockIdx.x / (gridDim.x / kRanks)];
+  const auto pull = [&](const CopyRing& ring) { dispatch_rows(p, ring); };
   run_roles(
       smem, p.limits, [&] { load_operands(p, smem); },
       [&] {
-        if (p.dispatches()) dispatch_rows(p, smem);
+        if (p.dispatches()) dispatch_role(p, place_of(kRanks, p.comm_ctas), smem, pull);
       },
-      [&] { schedule_tasks(p, smem); }, [&] { push_tiles(p, smem); },
+      [&] {
+        if (place_of(kRanks, p.comm_ctas).only_pulls()) wait_drained(p.limits, smem);
+        schedule_tasks(p, smem);
+      },
+      [&] { push_tiles(p, smem); },
       [&](uint32_t group) {
-        if (p.dispatches()) dispatch_head(p, blockIdx.x % (gridDim.x / kRanks), gridDim.x / kRanks);
+        if (p.dispatches())
+          pull_before_computing(p, place_of(kRanks, p.comm_ctas), smem, pull, [&](int cta, int ctas) { dispatch_head(p, cta, ctas); });
         compute_tiles(p, smem, group);
       });
 }
@@ -112,6 +119,7 @@ cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
   p.shared_inter = a.shared_inter, p.ring_tiles = a.ring_tiles, p.ladder = a.ladder, p.store_gate_up = a.store_gate_up, p.swiglu_limit = a.swiglu_limit;
   const Lag lag = lag_of(a);
   p.lead_tiles = dispatch_lead(a.lead_tiles, lag.minibatch, a.ring_tiles);
+  p.comm_ctas = a.ladder == kMokWhole ? a.comm_sms : 0;
   p.head_tiles = a.ladder == kMokWhole && a.shared_inter == 0 ? min_of(kHeadTiles, p.lead_tiles) : 0;
   choose_copies(a.hidden, p);
   return cudaSuccess;
@@ -124,6 +132,7 @@ cudaError_t launch(const MokForwardArgs* args, cudaStream_t stream) {
   const int clusters = resident_clusters(forward_kernel<kRanks>, kRanks, args[0].sm_limit, &status);
   if (clusters == 0) return status;
   for (int r = 0; r < kRanks; ++r) {
+    if (computing_clusters(clusters / kRanks, args[r].comm_sms) == 0) return cudaErrorInvalidValue;
     status = fill_params(args[r], params.rank[r]);
     if (status != cudaSuccess) return status;
   }

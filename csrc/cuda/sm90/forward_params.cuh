@@ -51,7 +51,8 @@ struct Shared {
   static constexpr int kCopyFull = kTaskEmpty + 8 * kTaskSlots; // [copy slots] 1 arrival + bytes
   static constexpr int kOutFull = kCopyFull + 8 * kCopySlots;  // 8 arrivals: consumer warps, a part of a tile is in place
   static constexpr int kOutFree = kOutFull + 8;                // 1 arrival: the pushing warp, its stores have read it
-  static constexpr int kTask = (kOutFree + 8 + 15) / 16 * 16;  // [slots] 16 bytes
+  static constexpr int kDrained = kOutFree + 8;                // leader's only, 18 arrivals: the warps that pull in a cluster that only pulls
+  static constexpr int kTask = (kDrained + 8 + 15) / 16 * 16;  // [slots] 16 bytes
   static constexpr int kOutStage = kTask + 16 * kTaskSlots;    // 4 bytes: the stage that this part lies in
   static constexpr int kBytes = kOutStage + 8;
 };
@@ -75,6 +76,7 @@ struct alignas(128) ForwardParams {
   Columns columns;
   int tokens, topk, hidden, inter, shared_inter, ring_tiles;
   int lead_tiles, head_tiles;  // how far dispatch may run ahead; tiles that the consumer warps fetch before they begin
+  int comm_ctas;               // CTAs that only pull, as long as there is something to pull
   int ladder, store_gate_up;
   float swiglu_limit;
   int copy_bytes, copy_slots, copies_per_row;  // a row travels in copies_per_row pieces of at most copy_bytes

@@ -21,6 +21,7 @@ __device__ __forceinline__ void prepare_barriers(uint32_t smem) {
     for (int i = 0; i < kCopySlots; ++i) ptx::mbarrier_init(smem + Shared::kCopyFull + 8 * i, 1);
     ptx::mbarrier_init(smem + Shared::kOutFull, kConsumerWarps);
     ptx::mbarrier_init(smem + Shared::kOutFree, 1);
+    ptx::mbarrier_init(smem + Shared::kDrained, 2 * (kConsumerWarps + 1));
     ptx::mbarrier_init_fence();
   }
   ptx::cluster_sync();
@@ -101,6 +102,9 @@ int resident_clusters(Kernel kernel, int ranks, int sm_limit, cudaError_t* statu
   if (clusters < ranks) *status = cudaErrorCooperativeLaunchTooLarge;
   return *status == cudaSuccess ? clusters : 0;
 }
+
+// Clusters of a rank that compute from the start; 0 if the setting leaves none, or half of one.
+inline int computing_clusters(int clusters, int comm_ctas) { return comm_ctas >= 0 && comm_ctas % 2 == 0 ? max_of(clusters - comm_ctas / 2, 0) : 0; }
 
 template <class Kernel, class Launch>
 cudaError_t launch_clusters(Kernel kernel, const Launch& params, int clusters, cudaStream_t stream) {

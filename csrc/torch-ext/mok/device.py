@@ -108,11 +108,16 @@ class DeviceSide:
             "q", [segment.data_ptr() for segment in self._control + self._data] or [0] * (2 * size)
         )
         self.words[4 + 2 * size :] = array(
-            "q", [failure.data_ptr() if failure is not None else 0, self._order, self._sms()]
+            "q", [failure.data_ptr() if failure is not None else 0, self._order, self._sm_limit()]
         )
         self.words.segments = [*self._kept, *self._control, *self._data]
 
-    def _sms(self) -> int:
+    @property
+    def sms(self) -> int:
+        """SMs that a call may take."""
+        return self._sm_limit() or torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def _sm_limit(self) -> int:
         # Ranks of a virtual group share the device: the waiting one-CTA kernels of all others must leave room for the
         # clusters of the one that computes, or it would never start.
         if not isinstance(self.group, VirtualGroup):

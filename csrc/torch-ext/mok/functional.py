@@ -67,7 +67,9 @@ def moe(
         minibatch_size: rows (a multiple of 128) whose arrival is signalled together; paper, section 3.2.
         macrobatch_size: rows (a multiple of 128) of the ring that activations live in; paper, section 3.3. What does
             not fit is computed again in the backward. Default: all rows of a balanced load.
-        fwd_comm_sms, bwd_comm_sms: communication threads; on CUDA 0, since every SM communicates.
+        fwd_comm_sms, bwd_comm_sms: on CPU, communication threads. On CUDA, SMs that only pull rows from the other ranks
+            until there are none left to pull, and compute then; they come in pairs, so an odd number counts as the next
+            even one, and two at least must compute from the start. Default 0: every SM pulls beside its products.
         max_tokens_per_rank: most tokens any rank ever has; with it the ranks need not agree on counts.
         precision: None or "bf16"/"fp32", which must be x's: "mxfp8" is not built for this device.
         timeout_s: longest wait for another rank.
@@ -91,8 +93,8 @@ def moe(
             raise ValueError(f"x is on {x.device} and the workspace for {workspace.device}: make one for x's device.")
         minibatch = _rows("minibatch_size", minibatch_size, TILE, _DEFAULT_MINIBATCH[device])
         ring = _rows("macrobatch_size", macrobatch_size, _LEAST_RING[device], 0)
-        forward_comm = _comm("fwd_comm_sms", fwd_comm_sms, device)
-        backward_comm = _comm("bwd_comm_sms", bwd_comm_sms, device)
+        forward_comm = _comm("fwd_comm_sms", fwd_comm_sms, workspace)
+        backward_comm = _comm("bwd_comm_sms", bwd_comm_sms, workspace)
     except ValueError:
         workspace.leave()  # the other ranks would wait for this one
         raise
@@ -406,12 +408,19 @@ def _rows(name: str, value: int | None, least: int, default: int) -> int:
     return value
 
 
-def _comm(name: str, value: int | None, device: str) -> int:
+def _comm(name: str, value: int | None, workspace: Workspace) -> int:
     if value is None:
-        return _DEFAULT_COMM[device]
-    if device == "cuda":
-        if value != 0:
-            raise ValueError(f"{name}={value}; on CUDA every SM communicates and none is set aside: leave it at None.")
-    elif not 1 <= value <= 64:
+        return _DEFAULT_COMM[workspace.device.type]
+    if workspace.device.type == "cuda":
+        if value == 0:
+            return 0
+        most = workspace.sms // 2 * 2 - 2  # CTAs come in clusters of two, one of which computes
+        if not 0 < value <= most:
+            raise ValueError(
+                f"{name}={value}; {workspace.device} has {workspace.sms} SMs for this group, and two of them at least"
+                f" compute: set 0 to {most}, or leave it at None, so that every SM communicates beside its products."
+            )
+        return value + value % 2
+    if not 1 <= value <= 64:
         raise ValueError(f"{name}={value}; on CPU it is the number of communication threads, 1 to 64.")
     return value

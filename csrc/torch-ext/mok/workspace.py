@@ -73,6 +73,11 @@ class Workspace:
         self._spans_machines = False
         self._error: MoKTimeoutError | None = None  # once raised, every later call raises it
 
+    @property
+    def sms(self) -> int:
+        """SMs of the device that a call may take; 0 on the CPU."""
+        return self._cuda.sms if self._cuda is not None else 0
+
     # -- forward boundaries ------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
