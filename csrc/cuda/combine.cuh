@@ -49,6 +49,7 @@ __device__ __forceinline__ void combine_rows(const Params& p, uint32_t smem) {
     if (__any_sync(~0u, watch.dead)) break;
     out.advance();
     const uint32_t borrowed = ptx::load_shared_4(smem + Shared::kOutStage);
+    dawdle_warp();
 #pragma unroll
     for (int i = 0; i < kRowsPerLane; ++i)
       if (to[i] != nullptr) ptx::bulk_store(to[i], sm90::half_window(smem, borrowed, 4 * i + lane / 8) + lane % 8 * sm90::kOutPitch, bytes);

@@ -90,8 +90,11 @@ __device__ __forceinline__ void compute_backward_tiles(const BackwardParams& p, 
     if (thread == 0) ptx::mbarrier_arrive_cluster(task_empty + 8 * at.slot);
     at.advance();
     pending.settle(empty_bar);
+    dawdle_warp();
+    if (!shared && thread < 32 && (wgrad || column < (product.kind == kDgradUp ? p.hidden : p.inter))) check_inputs<32>(p, task, tile, watch);
 
     if (product.gradient_of_hidden) {
+      if (!shared && column < p.inter) pending.stamp.begin(p.stamps, kStampComputed, tile, column / kWideColumns * kConsumerWarps + in_tile / 16);
       HiddenGradient g;
       g.width = shared ? p.shared_inter : p.inter;
       g.column = column, g.limit = p.swiglu_limit, g.parts = g.width / kDotColumns;
@@ -111,6 +114,7 @@ __device__ __forceinline__ void compute_backward_tiles(const BackwardParams& p, 
       }
       const uint32_t left = hidden_gradient_epilogue(acc, g, weight, smem, in_tile, empty_bar, idle, stage, watch);
       if (column < g.width) {
+        if (!shared && task.replayed()) check_slot<32>(p.stamps, kStampReplayed, tile, watch);
         pending.counter = (shared ? p.shared_ready : p.d_gate_up_ready) + tile;
         pending.sum = shared ? p.shared_ready + ceil_div(p.tokens, kBlockM) : p.run_ready + p.plan.run_of(task.expert(), tile);
         pending.borrowed = left;
@@ -147,6 +151,7 @@ __device__ __forceinline__ void compute_backward_tiles(const BackwardParams& p, 
       pending.counter = shared ? p.tickets + 48 : p.wgrad_done + task.expert();
       pending.borrowed = borrowed;
     } else if (product.kind == kReplay) {
+      pending.stamp.begin(p.stamps, kStampReplayed, tile, column / kGateUpColumns * kConsumerWarps + in_tile / 16);
       gate_up_epilogue(acc, windows, Tile{p.slot(tile) * kBlockM + in_tile, column, p.inter}, p.swiglu_limit, &p.window_gate_up_out, nullptr);
       pending.counter = p.replayed + tile;
       pending.borrowed = borrowed;

@@ -88,6 +88,8 @@ __device__ __forceinline__ void compute_tiles(const ForwardParams& p, uint32_t s
     if (thread == 0) ptx::mbarrier_arrive_cluster(task_empty + 8 * at.slot);
     at.advance();
     pending.settle(empty_bar);  // only a tile of fewer than three k-blocks still owes anything here
+    dawdle_warp();
+    if (!shared && thread < 32 && tile.column < tile.columns) check_slot<32>(p.stamps, gate_up ? kStampPulled : kStampComputed, tile_index, watch);
     if (!gate_up && !shared && thread == 0 && tile_index >= p.ring_tiles && tile.column < tile.columns)
       ptx::red_release_gpu(p.down_done + tile_index, 1);
     wait_mbarrier(watch, smem + Shared::kFull + 8 * stage.slot, stage.phase(), kWaitOperand);
@@ -99,6 +101,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardParams& p, uint32_t s
     const Windows windows{{half_window(smem, borrowed, in_tile / 8), half_window(smem, borrowed, in_tile / 8 + 1)}};
     handover.wait_free(smem, watch);
     if (gate_up) {
+      if (!shared) pending.stamp.begin(p.stamps, kStampComputed, tile_index, column * kConsumerWarps + in_tile / 16);
       gate_up_epilogue(acc, windows, tile, p.swiglu_limit,
                        p.stores_gate_up() ? (shared ? &p.shared_gate_up_out : &p.ring_gate_up_out) : nullptr,
                        p.stores_hidden() ? (shared ? &p.shared_h_out : &p.ring_h_out) : nullptr);

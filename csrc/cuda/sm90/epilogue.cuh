@@ -128,11 +128,13 @@ struct Pending {
   uint32_t* counter = nullptr;
   uint32_t* sum = nullptr;  // counts too, if not null
   uint32_t borrowed = kStages;
+  LateStamp stamp;
   // `empty_bar`: lanes 0 and 1 hold the first empty barrier of CTA 0 and 1, other lanes 0.
   __device__ __forceinline__ void settle(uint32_t empty_bar) {
     if (counter == nullptr) return;
     if (threadIdx.x % 32 == 0) {
       ptx::bulk_wait_all();  // written, not merely read out of shared memory
+      stamp.end();
       ptx::fence_gpu();
       ptx::red_relaxed_gpu(counter, 1);
       if (sum != nullptr) ptx::red_relaxed_gpu(sum, 1);
