@@ -14,11 +14,16 @@ MOK_HD int column_tiles(int width) { return static_cast<int>(ceil_div(width, kWi
 MOK_HD int row_pairs(int width) { return static_cast<int>(ceil_div(width, 2 * kRowsPerTile)); }
 MOK_HD int64_t grid_tiles(int rows, int columns) { return 2 * static_cast<int64_t>(row_pairs(rows)) * column_tiles(columns); }
 
-// Counters (cleared by every call): tickets | landed, replayed, d_gate_up, runs, dgrad_up [tiles] | wgrad [L] | shared d_gate_up [token tiles + 1]
+// Parts of a tile of which gate and up are computed again: what each consumer warp makes of a column tile.
+MOK_HD int replayed_parts(const MokBackwardArgs& b) {
+  return may_replay(b) ? static_cast<int>(ceil_div(b.forward.inter, kGateUpColumns)) * kConsumerWarps : 0;
+}
+
+// Counters (cleared by every call): tickets | landed, replayed, d_gate_up, runs, dgrad_up [tiles] | wgrad [L] | shared d_gate_up [token tiles + 1] | stamps
 // Window, by tile % window: dOut, d_gate_up, w * h, the weights w, and for replay x and gate_up
 // Partial router gradients [rows, I / 64], by absolute row; the shared expert's d_gate_up, scale * h and partials; one expert's fp32 carry
 struct BackwardLayout {
-  int64_t tickets, landed, replayed, d_gate_up_ready, run_ready, up_done, wgrad_done, shared_ready, cleared_bytes;
+  int64_t tickets, landed, replayed, d_gate_up_ready, run_ready, up_done, wgrad_done, shared_ready, stamps, cleared_bytes;
   int64_t dout, d_gate_up, weighted_h, weight, x, gate_up;
   int64_t dots, shared_d_gate_up, shared_weighted_h, shared_dots, carry_gate_up, carry_down, bytes;
 
@@ -38,6 +43,7 @@ struct BackwardLayout {
     l.landed = take(counters), l.replayed = take(counters), l.d_gate_up_ready = take(counters);
     l.run_ready = take(counters), l.up_done = take(counters);
     l.wgrad_done = take(a.local_experts * 4), l.shared_ready = take((shared_tiles(a) + 1) * 4);
+    l.stamps = take(stamp_bytes(window_tiles(b), kRowsPerTile, column_tiles(a.inter), replayed_parts(b)));
     l.cleared_bytes = end;
     l.dout = take(rows * a.hidden * 2), l.d_gate_up = take(rows * a.inter * 4), l.weighted_h = take(rows * a.inter * 2), l.weight = take(rows * 4);
     l.x = take(replay_rows * a.hidden * 2), l.gate_up = take(replay_rows * a.inter * 4);

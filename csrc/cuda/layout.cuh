@@ -1,6 +1,7 @@
 // What lies where in the two device buffers a forward uses besides the tensors: `schedule` (kept for the backward) and `scratch`.
 #pragma once
 #include "api.h"
+#include "slots.cuh"
 #include "tasks.cuh"
 
 namespace mok::cuda {
@@ -93,10 +94,10 @@ struct ScheduleLayout {
   }
 };
 
-// scratch: tickets | x_ready [T] | h_ready [T] | down_done [T] | shared_h_ready [Ts] (these are cleared by every schedule) |
+// scratch: tickets | x_ready [T] | h_ready [T] | down_done [T] | shared_h_ready [Ts] | stamps (these are cleared by every schedule) |
 // totals [R, L] | partial counts [R, chunks, L]
 struct ScratchLayout {
-  int64_t tickets, x_ready, h_ready, down_done, shared_h_ready, cleared_bytes, totals, partial, bytes;
+  int64_t tickets, x_ready, h_ready, down_done, shared_h_ready, stamps, cleared_bytes, totals, partial, bytes;
 
   MOK_HD static ScratchLayout make(const MokForwardArgs& a) {
     const int64_t tiles = align256(tile_capacity(a) * 4);
@@ -106,7 +107,8 @@ struct ScratchLayout {
     l.h_ready = l.x_ready + tiles;
     l.down_done = l.h_ready + tiles;
     l.shared_h_ready = l.down_done + tiles;
-    l.cleared_bytes = l.shared_h_ready + align256(shared_tiles(a) * 4);
+    l.stamps = l.shared_h_ready + align256(shared_tiles(a) * 4);
+    l.cleared_bytes = l.stamps + align256(stamp_bytes(a.ring_tiles, kRowsPerTile, columns_of(a).gate_up, 0));
     l.totals = l.cleared_bytes;
     l.partial = l.totals + align256(static_cast<int64_t>(a.ranks) * a.local_experts * 4);
     l.bytes = l.partial + align256(static_cast<int64_t>(a.ranks) * chunks_per_rank(a) * a.local_experts * 4);

@@ -15,6 +15,7 @@ enum WaitPhase : uint32_t {
   kWaitCopy = 7,       // a pull from a peer
   kWaitReplayed = 8,   // gate and up computed again
   kWaitCarry = 9,      // a weight gradient's earlier rounds
+  kSlotMismatch = 10,  // not a wait: a slot holds another row tile than it should (slots.cuh)
 };
 
 struct Limits {

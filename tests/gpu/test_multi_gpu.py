@@ -20,7 +20,11 @@ def need(gpus):
         pytest.skip(f"needs {gpus} GPUs, there are {torch.cuda.device_count()}")
 
 
-@pytest.mark.parametrize("settings", [{}, {"macrobatch_size": 384, "minibatch_size": 128}], ids=["default", "ring"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"macrobatch_size": 384, "minibatch_size": 128}, {"fwd_comm_sms": 16, "bwd_comm_sms": 7}],
+    ids=["default", "ring", "comm"],
+)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bits_of_one_rank_and_of_the_virtual_group(ranks, settings):
     """Output and gradients of tokens are those of EP 1, experts' gradients those of the virtual group."""

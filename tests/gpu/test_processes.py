@@ -12,7 +12,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_backend"), pytest.mar
 ONE_GPU = {"LOCAL_RANK": "0", "ACCELERATE_USE_CPU": "false"}
 
 
-@pytest.mark.parametrize("settings", [{}, {"macrobatch_size": 384, "minibatch_size": 128}], ids=["default", "ring"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"macrobatch_size": 384, "minibatch_size": 128}, {"fwd_comm_sms": 16, "bwd_comm_sms": 7}],
+    ids=["default", "ring", "comm"],
+)
 def test_processes_have_the_bits_of_the_virtual_group(settings):
     tokens = [300, 170]
     want = Problem(tokens).results(2, **settings)

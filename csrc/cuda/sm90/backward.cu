@@ -140,6 +140,7 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   p.shared_scale = b.shared_scale;
   p.limits = {a.abort_word, a.record, a.timeout_ns, static_cast<uint32_t>(a.rank)};
   p.plan = plan_of(b, clusters);
+  place_stamps(p.stamps, at<uint32_t>(b.workspace, l.stamps), window, kRowsPerTile, p.plan.down_columns, replayed_parts(b));
   p.ranks = a.ranks, p.tokens = a.tokens, p.topk = a.topk, p.hidden = a.hidden, p.inter = a.inter, p.shared_inter = a.shared_inter;
   p.wants_dx = b.wants_dx, p.swiglu_limit = a.swiglu_limit, p.comm_ctas = b.comm_sms;
   // A tile's rows are multiplied when its chunk is, and with replay a chunk is replayed before: pulls must be allowed that far.

@@ -16,6 +16,7 @@ __device__ __forceinline__ void schedule_backward_tasks(const BackwardParams& p,
   RingPosition<kTaskSlots> at;
   for (bool more = true; more;) {
     wait_mbarrier(watch, smem + Shared::kTaskEmpty + 8 * at.slot, at.phase ^ 1, kWaitTask);
+    dawdle();
     BackwardTask task = BackwardTask::end();
     while (!watch.dead && !walk.take(atomicAdd(p.tickets + kComputeTicket, 1u), &task)) {}
     more = !task.is_end();
@@ -84,7 +85,10 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
     const int tile = task.tile() + (two && !product.wgrad ? cta : 0);
     const int column = (task.column() + (two ? 0 : cta)) * (kind == kReplay ? kGateUpColumns : kWideColumns);
     const int row = (shared ? tile : p.slot(tile)) * kBlockM;  // of the row tile, in the window or among this rank's tokens
+    dawdle();
     if (!wait_inputs(p, task, tile, dx, watch)) break;
+    if (!shared) check_inputs<1>(p, task, tile, watch);
+    dawdle();
     // Gate and up of a dgrad_down tile, for its epilogue.
     const CUtensorMap* kept = shared ? &p.shared_gate_up : (task.replayed() ? &p.window_gate_up : &p.ring_gate_up);
     const int kept_width = shared ? p.shared_inter : p.inter, kept_row = shared || task.replayed() ? row : tile * kBlockM;
@@ -191,7 +195,8 @@ __device__ __forceinline__ void pull_rows(const BackwardParams& p, CopyRing ring
     const int tile = ticket.index;
     const int64_t entry = lane < kDispatchRows ? p.rows[static_cast<int64_t>(tile) * kRowsPerTile + ticket.in_tile + lane] : 0;
     const int64_t row = static_cast<int64_t>(p.slot(tile)) * kRowsPerTile + ticket.in_tile;
-    if (lane == 0) {
+    dawdle_warp();
+    if (!kSlotFault && lane == 0) {
       if (tile >= p.lead_tiles)
         wait_counter(watch, p.d_gate_up_ready + tile - p.lead_tiles, plan.down_columns, kWaitSlot, tile);
       const int previous = tile - plan.window;
@@ -206,6 +211,7 @@ __device__ __forceinline__ void pull_rows(const BackwardParams& p, CopyRing ring
       ptx::fence_proxy_async();
     }
     __syncwarp();
+    stamp(p.stamps, kStampPulled, tile, ticket.in_tile, kDispatchRows, false);
     const uint32_t padding = __ballot_sync(~0u, lane < kDispatchRows && entry < 0), routed = ~padding & kTicketRows;
     clear_rows(padding, p.dout_out + row * p.hidden, row_bytes);
     ring.copy_rows(watch, routed, source_row(p.peer_dout, entry, p.topk, p.hidden), p.dout_out + row * p.hidden, row_bytes);
@@ -215,6 +221,7 @@ __device__ __forceinline__ void pull_rows(const BackwardParams& p, CopyRing ring
     }
     if (lane < kDispatchRows) p.weight_out[row + lane] = entry < 0 ? 0.0f : p.peer_weight[row_rank(entry)][row_route(entry)];
     if (lane == 0) ptx::bulk_wait_all();
+    stamp(p.stamps, kStampPulled, tile, ticket.in_tile, kDispatchRows, true);
     __syncwarp();
     if (lane == 0) ptx::red_release_gpu(p.landed + tile, kDispatchRows);
   }
@@ -224,9 +231,11 @@ __device__ __forceinline__ void pull_rows(const BackwardParams& p, CopyRing ring
 __device__ __forceinline__ void pull_head(const BackwardParams& p, int cta, int ctas) {
   for_head_rows(watch_of(p.limits), min(p.head_tiles, p.header->tiles), cta, ctas, p.landed, 0, 1, [&](int tile, int r) {
     const int64_t row = static_cast<int64_t>(tile) * kRowsPerTile + r, entry = p.rows[row];
+    stamp(p.stamps, kStampPulled, tile, r, 1, false);
     copy_row(reinterpret_cast<uint4*>(p.dout_out + row * p.hidden),
              reinterpret_cast<const uint4*>(source_row(p.peer_dout, entry, p.topk, p.hidden)), p.hidden / 8);
     if (threadIdx.x % 32 == 0) p.weight_out[row] = entry < 0 ? 0.0f : p.peer_weight[row_rank(entry)][row_route(entry)];
+    stamp(p.stamps, kStampPulled, tile, r, 1, true);
   });
 }
 

@@ -42,6 +42,7 @@ struct alignas(128) BackwardParams {
   const float* shared_scale;
   float *gate_up_sum, *down_sum;  // fp32 [L, 2I, D] and [L, D, I] that weight gradients are added to, or null
   Limits limits;
+  Stamps stamps;
 
   BackwardPlan plan;
   int ranks, tokens, topk, hidden, inter, shared_inter, wants_dx;
@@ -82,5 +83,19 @@ struct Product {
     }
   }
 };
+
+// Debug build: the slots that a routed task reads (slots.cuh).
+template <int kLanes>
+__device__ __forceinline__ void check_inputs(const BackwardParams& p, const BackwardTask& task, int tile, Watch& watch) {
+  if constexpr (kStamped) {
+    const uint32_t kind = task.kind();
+    const int first = is_wgrad(kind) ? task.tile() : tile, count = is_wgrad(kind) ? task.count : 1;
+    for (int t = first; t < first + count; ++t) {
+      if (kind != kDgradUp) check_slot<kLanes>(p.stamps, kStampPulled, t, watch);
+      if (kind == kDgradUp || is_wgrad(kind)) check_slot<kLanes>(p.stamps, kStampComputed, t, watch);
+      if (kind == kDgradDown && task.replayed()) check_slot<kLanes>(p.stamps, kStampReplayed, t, watch);
+    }
+  }
+}
 
 }  // namespace mok::cuda::sm90

@@ -6,10 +6,11 @@
 namespace mok::cuda::sm90 {
 
 // d_gate, d_up and w * h of a dgrad_down tile, a stage for each 64 columns. The upper half of a short tile holds nothing.
+template <class Multiplied>
 __device__ __forceinline__ bool push_hidden_gradient(Outbox& box, const CUtensorMap* d_gate_up, const CUtensorMap* weighted_h, int column, int width,
-                                                     int row, bool is_short) {
+                                                     int row, bool is_short, Multiplied multiplied) {
   for (int x = column; x < min(column + kWideColumns, width); x += kDotColumns) {
-    const uint32_t stage = box.take();
+    const uint32_t stage = box.take(multiplied);
     if (stage == kStages) return false;
     if (threadIdx.x % 32 == 0) {
       for (int y = 0; y < (is_short ? kBoxRows : kBlockM); y += kBoxRows) {
@@ -27,8 +28,9 @@ __device__ __forceinline__ bool push_hidden_gradient(Outbox& box, const CUtensor
 }
 
 // A finished output tile of a weight gradient. Of an unfinished one the consumers have stored the carry, and what goes into fp32 sums they have added.
-__device__ __forceinline__ bool push_weight_gradient(Outbox& box, const BackwardParams& p, const BackwardTask& task, int row) {
-  const uint32_t stage = box.take();
+template <class Multiplied>
+__device__ __forceinline__ bool push_weight_gradient(Outbox& box, const BackwardParams& p, const BackwardTask& task, int row, Multiplied multiplied) {
+  const uint32_t stage = box.take(multiplied);
   if (stage == kStages) return false;
   if (threadIdx.x % 32 == 0 && task.last()) {
     const CUtensorMap* to = nullptr;
@@ -71,34 +73,39 @@ __device__ __forceinline__ void push_tiles(const BackwardParams& p, uint32_t sme
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive_cluster(task_empty + 8 * at.slot);
     at.advance();
     const Product product(p, task);
-    const bool shared = product.shared;
-    if (product.wgrad) {
-      more = push_weight_gradient(box, p, task, (task.row() + static_cast<int>(cta)) * kBlockM);
-      if (more && !shared) box.count(p.wgrad_done + task.expert());
-      continue;
-    }
-    const bool replay = product.kind == kReplay, of_hidden = replay || product.gradient_of_hidden;
-    const int tile = task.tile() + (task.two() ? cta : 0);
+    const bool shared = product.shared, replay = product.kind == kReplay, of_hidden = replay || product.gradient_of_hidden;
+    const int tile = task.tile() + (task.two() && !product.wgrad ? cta : 0);
     const int column = (task.column() + (task.two() ? 0 : cta)) * (replay ? kGateUpColumns : kWideColumns);
     const int width = of_hidden ? (shared ? p.shared_inter : p.inter) : p.hidden;
     const int row = (shared ? tile : p.slot(tile)) * kBlockM;
+    const ColumnStamp written{p.stamps, replay ? kStampReplayed : kStampComputed, tile, column / (replay ? kGateUpColumns : kWideColumns),
+                              of_hidden && !shared};
+    const auto multiplied = [&] {
+      if (!shared) check_inputs<32>(p, task, tile, box.watch);
+      written.begin();
+    };
+    if (product.wgrad) {
+      more = push_weight_gradient(box, p, task, (task.row() + static_cast<int>(cta)) * kBlockM, multiplied);
+      if (more && !shared) box.count(written, p.wgrad_done + task.expert());
+      continue;
+    }
     if (column >= width) continue;  // this CTA only helped its neighbour to load
     if (replay) {
-      more = push_gate_up(box, &p.window_gate_up_out, nullptr, column, width, row);
-      if (more) box.count(p.replayed + tile);
+      more = push_gate_up(box, &p.window_gate_up_out, nullptr, column, width, row, multiplied);
+      if (more) box.count(written, p.replayed + tile);
     } else if (product.gradient_of_hidden) {
       more = push_hidden_gradient(box, shared ? &p.shared_d_gate_up_out : &p.window_d_gate_up_out,
                                   shared ? &p.shared_weighted_h_out : &p.window_weighted_h_out, column, width, row,
-                                  task.is_short() && (!task.two() || cta == 1));
+                                  task.is_short() && (!task.two() || cta == 1), multiplied);
       if (!more) break;
       if (shared) {
-        box.count(p.shared_ready + tile, p.shared_ready + ceil_div(p.tokens, kBlockM));
+        box.count(written, p.shared_ready + tile, p.shared_ready + ceil_div(p.tokens, kBlockM));
       } else {
-        box.count(p.d_gate_up_ready + tile, p.run_ready + plan.run_of(task.expert(), tile));
+        box.count(written, p.d_gate_up_ready + tile, p.run_ready + plan.run_of(task.expert(), tile));
       }
     } else {
       const bool reused = !shared && tile + plan.window < tiles;  // another tile of d_gate_up comes to its slot
-      more = push_rows(box, OutputRows(p, tile, column, shared), reused ? p.up_done + tile : nullptr);
+      more = push_rows(box, OutputRows(p, tile, column, shared), reused ? p.up_done + tile : nullptr, multiplied);
     }
   }
   ptx::bulk_wait_all();

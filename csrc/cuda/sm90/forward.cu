@@ -115,6 +115,7 @@ cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
   p.shared_out = static_cast<__nv_bfloat16*>(a.shared_y);
   p.limits = {a.abort_word, a.record, a.timeout_ns, static_cast<uint32_t>(a.rank)};
   p.columns = columns_of(a);
+  if (a.ladder == kMokWhole) place_stamps(p.stamps, at<uint32_t>(a.scratch, c.stamps), a.ring_tiles, kRowsPerTile, p.columns.gate_up, 0);
   p.tokens = a.tokens, p.topk = a.topk, p.hidden = a.hidden, p.inter = a.inter;
   p.shared_inter = a.shared_inter, p.ring_tiles = a.ring_tiles, p.ladder = a.ladder, p.store_gate_up = a.store_gate_up, p.swiglu_limit = a.swiglu_limit;
   const Lag lag = lag_of(a);

@@ -72,6 +72,7 @@ struct alignas(128) ForwardParams {
   uint32_t *tickets, *x_ready, *h_ready, *down_done, *shared_h_ready;
   __nv_bfloat16 *ring_x_out, *shared_out;
   Limits limits;
+  Stamps stamps;
 
   Columns columns;
   int tokens, topk, hidden, inter, shared_inter, ring_tiles;

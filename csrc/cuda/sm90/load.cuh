@@ -11,6 +11,7 @@ __device__ __forceinline__ void schedule_tasks(const ForwardParams& p, uint32_t 
   RingPosition<kTaskSlots> at;
   for (bool more = true; more;) {
     wait_mbarrier(watch, smem + Shared::kTaskEmpty + 8 * at.slot, at.phase ^ 1, kWaitTask);
+    dawdle();
     const uint32_t ticket = atomicAdd(p.tickets + kComputeTicket, 1u);
     more = ticket < tasks && !watch.dead;
     const uint64_t task = more ? p.tasks[ticket] : Task::end().bits;
@@ -86,7 +87,10 @@ __device__ __forceinline__ void load_operands(const ForwardParams& p, uint32_t s
     const int z1 = !shared && gate_up ? z0 + 1 : z0;
     const int width = gate_up ? p.hidden : (shared ? p.shared_inter : p.inter);
 
+    dawdle();
     if (!wait_rows(p, task, tile, watch)) break;
+    if (!shared) check_slot<1>(p.stamps, gate_up ? kStampPulled : kStampComputed, tile, watch);
+    dawdle();
     if (two) {
       const CUtensorMap *half = cta ? half1 : half0, *whole_rows = rows + 1;  // the same rows in boxes of a whole tile
       const int y = cta ? y1 : y0, z = cta ? z1 : z0;

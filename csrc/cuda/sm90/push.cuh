@@ -4,6 +4,7 @@
 // idled for 3,000 cycles a tile. A tile comes in parts (Handover); a part may be overwritten, and its stage is free, once it has been read.
 #pragma once
 #include "../combine.cuh"
+#include "../slots.cuh"
 
 namespace mok::cuda::sm90 {
 
@@ -16,11 +17,16 @@ struct Outbox {
     const uint32_t lane = threadIdx.x % 32;
     empty_bar = lane < 2 * kConsumerWarps ? ptx::cluster_address(smem + Shared::kEmpty, lane / kConsumerWarps) : 0;
   }
-  // The methods are for all 32 lanes. Waits for the next part and names its stage; kStages after an abort.
-  __device__ __forceinline__ uint32_t take() {
+  // The methods are for all 32 lanes. Waits for the next part and names its stage; kStages after an abort. `multiplied` may look at what the tile
+  // was made of, which is not given away yet.
+  template <class Multiplied>
+  __device__ __forceinline__ uint32_t take(Multiplied multiplied) {
     wait_mbarrier(watch, smem + Shared::kOutFull, full.phase, kWaitOperand);
     full.advance();
-    return __any_sync(~0u, watch.dead) ? kStages : ptx::load_shared_4(smem + Shared::kOutStage);
+    if (__any_sync(~0u, watch.dead)) return kStages;
+    multiplied();
+    dawdle_warp();
+    return ptx::load_shared_4(smem + Shared::kOutStage);
   }
   // The part may be overwritten when all but the last kLeft groups of stores have read it.
   template <int kLeft = 0>
@@ -33,9 +39,10 @@ struct Outbox {
     if (empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * stage);
   }
   // Counts what lane 0 has stored, when it is written, not merely read out of shared memory.
-  __device__ __forceinline__ void count(uint32_t* counter, uint32_t* sum = nullptr) {
+  __device__ __forceinline__ void count(const ColumnStamp& column, uint32_t* counter, uint32_t* sum = nullptr) {
     if (threadIdx.x % 32 == 0) {
       ptx::bulk_wait_all();
+      column.end();
       ptx::fence_gpu();
       ptx::red_relaxed_gpu(counter, 1);
       if (sum != nullptr) ptx::red_relaxed_gpu(sum, 1);
@@ -54,12 +61,14 @@ __device__ __forceinline__ void send_side(const CUtensorMap* map, uint32_t smem,
 
 // A gate+up tile: gate and up, then h in gate's place; either map may be null. Gate and up are for the backward and leave the L2 first, which is
 // worth 1.5 % of the whole layer at kimi. False after an abort.
-__device__ __forceinline__ bool push_gate_up(Outbox& box, const CUtensorMap* gate_up, const CUtensorMap* h, int column, int width, int row) {
+template <class Multiplied>
+__device__ __forceinline__ bool push_gate_up(Outbox& box, const CUtensorMap* gate_up, const CUtensorMap* h, int column, int width, int row,
+                                             Multiplied multiplied) {
   const bool sends = threadIdx.x % 32 == 0;
   const int left = width - column;
   uint32_t stage = kStages;
   if (gate_up != nullptr) {
-    stage = box.take();
+    stage = box.take(multiplied);
     if (stage == kStages) return false;
     if (sends) {
       send_side(gate_up, box.smem, stage, 0, column, left, row, ptx::evict_first());
@@ -68,7 +77,7 @@ __device__ __forceinline__ bool push_gate_up(Outbox& box, const CUtensorMap* gat
     if (h != nullptr) box.release<1>(); else box.release();
   }
   if (h != nullptr) {
-    stage = box.take();
+    stage = box.take(multiplied);
     if (stage == kStages) return false;
     if (sends) send_side(h, box.smem, stage, 0, column, left, row, ptx::evict_normal());
     box.release();
@@ -78,8 +87,9 @@ __device__ __forceinline__ bool push_gate_up(Outbox& box, const CUtensorMap* gat
 }
 
 // Rows of a tile to their owners; `read`, if not null, counts tiles whose operands have been read.
-__device__ __forceinline__ bool push_rows(Outbox& box, const OutputRows& rows, uint32_t* read) {
-  const uint32_t stage = box.take();
+template <class Multiplied>
+__device__ __forceinline__ bool push_rows(Outbox& box, const OutputRows& rows, uint32_t* read, Multiplied multiplied) {
+  const uint32_t stage = box.take(multiplied);
   if (stage == kStages) return false;
   if (read != nullptr && threadIdx.x % 32 == 0) ptx::red_release_gpu(read, 1);
   rows.send(box.smem, stage);
@@ -105,14 +115,19 @@ __device__ __forceinline__ void push_tiles(const ForwardParams& p, uint32_t smem
     const int column = (task.column() + (task.two() ? 0 : cta)) * (gate_up ? kGateUpColumns : kDownColumns);
     const int width = gate_up ? (shared ? p.shared_inter : p.inter) : p.hidden;
     if (column >= width) continue;  // this CTA only helped its neighbour to load
+    const ColumnStamp written{p.stamps, kStampComputed, tile, column / kGateUpColumns, gate_up && !shared};
+    const auto multiplied = [&] {
+      if (!shared) check_slot<32>(p.stamps, gate_up ? kStampPulled : kStampComputed, tile, box.watch);
+      written.begin();
+    };
     if (gate_up) {
       more = push_gate_up(box, p.stores_gate_up() ? (shared ? &p.shared_gate_up_out : &p.ring_gate_up_out) : nullptr,
                           p.stores_hidden() ? (shared ? &p.shared_h_out : &p.ring_h_out) : nullptr, column, width,
-                          (shared ? tile : tile % p.ring_tiles) * kBlockM);
-      if (more) box.count((shared ? p.shared_h_ready : p.h_ready) + tile);
+                          (shared ? tile : tile % p.ring_tiles) * kBlockM, multiplied);
+      if (more) box.count(written, (shared ? p.shared_h_ready : p.h_ready) + tile);
     } else {
       const bool reused = !shared && tile >= p.ring_tiles;  // another tile of h comes to its slot
-      more = push_rows(box, OutputRows(p, tile, column, shared), reused ? p.down_done + tile : nullptr);
+      more = push_rows(box, OutputRows(p, tile, column, shared), reused ? p.down_done + tile : nullptr, multiplied);
     }
   }
   ptx::bulk_wait_all();

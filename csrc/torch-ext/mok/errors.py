@@ -19,6 +19,7 @@ _DEVICE_PHASES = {
     "#7": "dispatch, a copy from a peer",
     "#8": "backward, replay of a tile",
     "#9": "backward, a weight gradient's earlier part",
+    "#10": "a slot holds another row",  # a debug build's check, not a wait
     "#16": "forward, before dispatch",
     "#17": "forward, after combine",
     "#18": "backward, before reverse-combine",
