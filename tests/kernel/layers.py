@@ -192,7 +192,7 @@ def in_ranks(ranks: int, work: Any) -> list[Any]:
             else:
                 stream = torch.cuda.Stream()
                 stream.wait_stream(main)
-                # Autograd runs a GPU's backwards on one thread: a layer computed again there would wait for a rank behind it.
+                # Autograd has one thread for a GPU: a layer computed again there would wait for a rank behind it.
                 with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
                     results[rank] = work(rank)
                 stream.synchronize()

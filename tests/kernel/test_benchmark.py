@@ -62,14 +62,18 @@ def test_layer_over_ranks(routing: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_finetune(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_finetune(processes: int, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, "benchmarks/finetune.py", "--shape", "tiny", "--layers", "2", "--seq_len", "64"]
-    done = subprocess.run([*command, "--steps", "8", "--out", out], cwd=ROOT, capture_output=True, text=True)
+    command += ["--num_processes", str(processes), "--steps", "8", "--out", str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     ours, native = json.loads(out.read_text())["rows"]
     assert (ours["impl"], native["impl"]) == ("mok", "native")
-    assert ours["tokens_per_s"] > 0 and native["s_min"] <= native["s_median"] <= native["s_max"]
+    assert ours["tokens_per_s"] == pytest.approx(processes * ours["tokens_per_s_per_gpu"]) and ours["ep"] == processes
+    assert ours["loss_difference"] < 1e-2 and native["s_min"] <= native["s_median"] <= native["s_max"]
     assert len(ours["losses"]) == 8 and ours["losses"] == pytest.approx(native["losses"], rel=1e-2)
 
 
