@@ -42,8 +42,9 @@ def _weighted_sum(
     if HAS_SHARED:
         total += tl.load(shared + token * D + c, mask=mask).to(tl.float32)
     for k in tl.static_range(K):
-        row = tl.load(inverse + token * K + k)
-        total += tl.load(weight + token * K + k) * tl.load(y + row * D + c, mask=mask).to(tl.float32)
+        row = tl.load(inverse + token * K + k)  # below 0: no row
+        value = tl.load(y + row * D + c, mask=tl.where(row >= 0, c, D) < D, other=0).to(tl.float32)
+        total += tl.load(weight + token * K + k) * value
     tl.store(out + token * D + c, total.to(tl.bfloat16), mask=mask)
 
 
@@ -81,6 +82,60 @@ def _dswiglu(
 
 def _block(width):
     return min(1024, triton.next_power_of_2(width))
+
+
+class TritonGlue:
+    """The kernels above as the functions of glue.TorchGlue."""
+
+    @staticmethod
+    def permute(x, index, divisor):
+        m, d = index.numel(), x.shape[1]
+        rows = x.new_empty(m, d)
+        if m:
+            _permute[(m, triton.cdiv(d, _block(d)))](x, index, rows, divisor, d, _block(d))
+        return rows
+
+    @staticmethod
+    def swiglu(gate_up):
+        m, i = gate_up.shape[0], gate_up.shape[1] // 2
+        h = gate_up.new_empty(m, i)
+        if m:
+            _swiglu[(m, triton.cdiv(i, _block(i)))](gate_up, h, i, _block(i))
+        return h
+
+    @staticmethod
+    def weighted_sum(y, row, weight, shared):
+        (n, k), d = row.shape, y.shape[1]
+        out = y.new_empty(n, d)
+        if weight is None:
+            weight = torch.ones(n, k, device=y.device)
+        if n:
+            _weighted_sum[(n, triton.cdiv(d, _block(d)))](
+                y, row, weight, y if shared is None else shared, out, k, d, shared is not None, _block(d)
+            )
+        return out
+
+    @staticmethod
+    def dswiglu(dh, gate_up, weight=None, route=None):
+        m, i = dh.shape
+        d_gate_up, weighted = torch.empty_like(gate_up), torch.empty_like(dh)
+        dots = None if weight is None else torch.zeros_like(weight)
+        # Without weights the kernel touches none of these three.
+        by_route = (dh, dh, dh) if weight is None else (weight, route, dots)
+        if m:
+            _dswiglu[(m,)](
+                dh,
+                gate_up,
+                *by_route[:2],
+                d_gate_up,
+                weighted,
+                by_route[2],
+                i,
+                weight is not None,
+                triton.next_power_of_2(i),
+                num_warps=8,
+            )
+        return d_gate_up, weighted, dots
 
 
 class Composite:

@@ -1,14 +1,17 @@
-"""examples/finetune.py end to end on one GPU: tokens a second and loss, ours against Transformers' experts.
+"""examples/finetune.py end to end on one or more GPUs: tokens a second and loss, ours against Transformers' experts.
 
     python benchmarks/finetune.py --shape q30b --layers 8 --steps 20 --out benchmarks/results/finetune-q30b.json
+    python benchmarks/finetune.py --shape q30b --num_processes 8 --out benchmarks/results/finetune-q30b-ep8.json
 
 Writes a checkpoint with random weights in the shape of Qwen3-30B-A3B or GLM-4.5-Air, as many layers as asked for, and
-runs the example on it under `accelerate launch`, once an implementation and round, alternating. Tokens a second are of
-the median step after the first five. The losses of the two runs are in the result, step by step.
+runs the example on it, once an implementation and round, alternating: under `accelerate launch`, and where there are
+several processes, one a GPU and all of them one expert-parallel group, under `torchrun`, which that calls. Tokens a
+second are of the median step after the first five. The losses of the two runs are in the result, step by step.
 """
 
 import argparse
 import json
+import os
 import platform
 import shutil
 import statistics
@@ -98,13 +101,21 @@ def train(implementation: str, checkpoint: Path, folder: Path, options: argparse
     """The log of one run, a record a step."""
     output = folder / implementation
     shutil.rmtree(output, ignore_errors=True)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "no"]
-    command += ["--num_machines", "1", "--dynamo_backend", "no"] + ([] if torch.cuda.is_available() else ["--cpu"])
+    on_cpu, environment = not torch.cuda.is_available(), dict(os.environ)
+    if options.num_processes == 1:
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
+        command += ["--mixed_precision", "no", "--num_machines", "1", "--dynamo_backend", "no"]
+        command += ["--cpu"] if on_cpu else []
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(options.num_processes)]
+        environment |= {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
     command += [str(ROOT / "examples/finetune.py"), "--model", str(checkpoint), "--tokenizer", "bytes"]
+    command += ["--ep_size", str(options.num_processes)]
     command += ["--implementation", implementation, "--dtype", "bfloat16", "--seq_len", str(options.seq_len)]
     command += ["--per_device_train_batch_size", str(options.batch), "--max_steps", str(options.steps)]
     command += ["--learning_rate", "1e-5", "--lr_scheduler_type", "constant", "--output_dir", str(output)]
-    subprocess.run(command, check=True, cwd=ROOT, timeout=options.timeout, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=options.timeout, stdout=subprocess.DEVNULL)
     records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     patched = json.loads((output / "summary.json").read_text())["layers_patched"]
     assert (patched > 0) == (implementation == "mok"), f"{implementation}: {patched} layers patched"
@@ -115,9 +126,10 @@ def train(implementation: str, checkpoint: Path, folder: Path, options: argparse
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="q30b")
+    parser.add_argument("--num_processes", type=int, default=1, help="GPUs, which share the experts of each layer")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seq_len", type=int, default=4096)
-    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=2, help="sequences a GPU")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=300)
@@ -138,20 +150,25 @@ def main() -> None:
         rows.append(
             dict(
                 device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+                ep=options.num_processes,
                 shape=options.shape,
                 layers=options.layers,
                 seq_len=options.seq_len,
                 batch=options.batch,
                 impl=implementation,
-                tokens_per_s=tokens / statistics.median(seconds),
+                tokens_per_s=tokens * options.num_processes / statistics.median(seconds),
+                tokens_per_s_per_gpu=tokens / statistics.median(seconds),
                 s_median=statistics.median(seconds),
                 s_min=min(seconds),
                 s_max=max(seconds),
                 losses=[record["loss"] for record in logs[0]],
             )
         )
-        print(f"{implementation}: {rows[-1]['tokens_per_s']:.0f} tokens/s, loss {rows[-1]['losses'][-1]:.4f}")
-    print(f"mok / native {rows[0]['tokens_per_s'] / rows[1]['tokens_per_s']:.3f}")
+        row = rows[-1]
+        print(f"{implementation}: {row['tokens_per_s_per_gpu']:.0f} tokens/s a GPU, loss {row['losses'][-1]:.4f}")
+    apart = max(abs(a - b) / b for a, b in zip(rows[0]["losses"], rows[1]["losses"], strict=True))
+    rows[0]["loss_difference"] = apart
+    print(f"mok / native {rows[0]['tokens_per_s'] / rows[1]['tokens_per_s']:.3f}, losses at most {apart:.1e} apart")
     save(options.out, rows, transformers)
 
 

@@ -173,6 +173,7 @@ def graphs_of(composite, sets):
     captured = {name: [] for name in PASSES}
     for s in sets:
         captured["forward"].append(graph(lambda: composite(s.x, s.ids, s.weight))[0])
+        captured["forward"][-1].replay()  # capturing alone computes nothing that the backward could read
         captured["backward"].append(graph(lambda: composite.backward(s.dout))[0])
         captured["both"].append(graph(lambda: composite_step(composite, s))[0])
     return {name: (lambda n, g=g: g[n % INPUT_SETS].replay()) for name, g in captured.items()}

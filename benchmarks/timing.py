@@ -36,40 +36,48 @@ def sm_clock():
         return None
 
 
-def blocks(functions, block_ms=40.0, rounds=8, least=5):
+def timed(function, calls, sample=lambda: None):
+    """ms a call over `calls` calls, which get their number, and what `sample` says before the last one is through."""
+    if not torch.cuda.is_available():
+        begun = time.perf_counter()
+        for i in range(calls):
+            function(i)
+        return (time.perf_counter() - begun) * 1e3 / calls, sample()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for i in range(calls):
+        function(i)
+    stop.record()
+    sampled = sample()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / calls, sampled
+
+
+def blocks(functions, block_ms=40.0, rounds=8, least=5, slowest=lambda ms: ms):
     """Runs each function's block in turn, forwards then backwards (A B B A).
 
     Returns name -> list of ms a call, one element a block. Each block is run twice and the second run timed: under the
     power limit the clock follows the load with a delay of some 50 ms, so a block after an idle or light one is up to
     10 % too fast.
 
-    A function takes the iteration number, so that it can rotate over input sets.
+    A function takes the iteration number, so that it can rotate over input sets. Where several ranks run this together,
+    `slowest` makes of each one's time the same on all: the number of calls follows from it too.
     """
     calls = {}
     for name, f in functions.items():
-        f(0)
-        torch.cuda.synchronize()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        f(1)
-        stop.record()
-        torch.cuda.synchronize()
-        calls[name] = max(least, int(block_ms / max(start.elapsed_time(stop), 1e-3)))
+        timed(f, 1)
+        ms = slowest(timed(f, 1)[0])
+        calls[name] = max(least, int(block_ms / max(ms, 1e-3)))
     times = {name: [] for name in functions}
     clocks = {name: [] for name in functions}
     order = list(functions)
     for round_ in range(rounds):
         for name in order if round_ % 2 == 0 else reversed(order):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             for i in range(calls[name]):
                 functions[name](i)
-            start.record()
-            for i in range(calls[name]):
-                functions[name](i)
-            stop.record()
-            clocks[name].append(sm_clock())
-            torch.cuda.synchronize()
-            times[name].append(start.elapsed_time(stop) / calls[name])
+            ms, clock = timed(functions[name], calls[name], sm_clock)
+            times[name].append(slowest(ms))
+            clocks[name].append(clock)
     return times, {n: statistics.median(c) if None not in c else None for n, c in clocks.items()}
 
 
@@ -86,8 +94,11 @@ def ratio(base, ours):
     return statistics.median(r), r[max(0, k - 1)], r[min(n - 1, n - k)]
 
 
-def graph(function):
-    """The function as a CUDA graph's replay."""
+def graph(function, pool=None):
+    """A CUDA graph of the function and its result, in `pool` if given.
+
+    Other threads may go on asking the driver meanwhile, as NCCL's watchdog does.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -95,7 +106,7 @@ def graph(function):
             function()
     torch.cuda.current_stream().wait_stream(stream)
     captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
+    with torch.cuda.graph(captured, pool=pool, capture_error_mode="thread_local"):
         result = function()
     return captured, result
 

@@ -69,6 +69,7 @@ def run_ranks(
     timeout: float = 120.0,
     init_group: bool = True,
     env: dict[str, str] | None = None,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Calls `target` ("package.module:function") with `args` in `world_size` processes; returns each rank's result.
 
@@ -77,15 +78,15 @@ def run_ranks(
         target: what to call; it reads its rank from `torch.distributed` or the environment.
         args: anything picklable, the same for every rank.
         timeout: seconds for the whole run; then every rank is killed.
-        init_group: call `init_process_group("gloo")` before the function and destroy the group after it.
+        init_group: call `init_process_group(backend)` before the function and destroy the group after it.
         env: further environment variables.
+        backend: of that group; with NCCL each rank has the GPU of its local rank.
 
     Raises:
         RankError: naming the rank that failed first, with all it wrote to stderr.
     """
-    outcomes = launch_ranks(
-        world_size, target, *args, timeout=timeout, init_group=init_group, env=env, stop_on_failure=True
-    )
+    settings = dict(timeout=timeout, init_group=init_group, env=env, backend=backend)
+    outcomes = launch_ranks(world_size, target, *args, **settings, stop_on_failure=True)
     # A rank that was killed because another one failed says nothing about the cause.
     failed = [o for o in outcomes if o.returncode not in (0, _KILLED)] or [o for o in outcomes if o.returncode != 0]
     if failed:
@@ -103,6 +104,7 @@ def launch_ranks(
     timeout: float = 120.0,
     init_group: bool = True,
     env: dict[str, str] | None = None,
+    backend: str = "gloo",
     stop_on_failure: bool = False,
 ) -> list[RankOutcome]:
     """As `run_ranks`, but returns every rank's outcome: for tests in which a rank is meant to die.
@@ -113,7 +115,7 @@ def launch_ranks(
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    (folder / "call").write_bytes(pickle.dumps((target, args, init_group, timeout)))
+    (folder / "call").write_bytes(pickle.dumps((target, args, backend if init_group else None, timeout)))
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(world_size):
@@ -198,14 +200,19 @@ def _outcome(folder: Path, rank: int, process: subprocess.Popen[bytes]) -> RankO
 
 def _child(folder: Path) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # an interrupted pytest leaves no rank behind
-    target, args, init_group, timeout = pickle.loads((folder / "call").read_bytes())
+    target, args, backend, timeout = pickle.loads((folder / "call").read_bytes())
     faulthandler.enable()
     faulthandler.dump_traceback_later(0.95 * timeout)
 
+    import torch
     import torch.distributed as dist
 
-    if init_group:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    if backend is not None:
+        device = None
+        if "nccl" in backend:  # as Transformers does it: bound to its GPU before anything is exchanged
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=device)
     module, _, name = target.partition(":")
     result = getattr(importlib.import_module(module), name)(*args)
     (folder / f"result.{os.environ['RANK']}").write_bytes(pickle.dumps(result))

@@ -61,22 +61,22 @@ def dies(where):
         os.kill(os.getpid(), signal.SIGKILL)
     leaves, rows = rank_leaves(problem, rank, dist.get_world_size())
     args, keywords = problem.arguments(leaves, problem.ids[rows])
+    start, report = time.monotonic(), {"poisoned": 0}
     # With a bound, nothing is agreed on the host: the first to miss the dead rank is the device.
     out = mok.moe(*args, **keywords, workspace=own, max_tokens_per_rank=128)
     torch.cuda.synchronize()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    start, report = time.monotonic(), {"poisoned": 0}
     if where == "backward":
+        start = time.monotonic()
         out.backward(problem.dout[rows])
         torch.cuda.synchronize()
         out = leaves["x"].grad
     report["nan"] = bool(out.isnan().all())
-    report["seconds"] = time.monotonic() - start
     try:
         own.check()
     except mok.MoKTimeoutError as error:
-        report |= {"rank": error.rank, "phase": error.phase}
+        report |= {"rank": error.rank, "phase": error.phase, "seconds": time.monotonic() - start}
     for call in (mok.check, lambda: run_layer(problem, own)):
         try:
             call()

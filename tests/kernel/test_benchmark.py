@@ -1,4 +1,4 @@
-"""The benchmarks that need no GPU run: the CPU layer, and the example end to end."""
+"""The benchmarks that need no GPU run: the CPU layer, a layer over several CPU ranks, and the example end to end."""
 
 from __future__ import annotations
 
@@ -32,21 +32,55 @@ def test_cpu_layer(tmp_path: Path) -> None:
     assert 0 < result["saved_bytes"]["quarter"] < result["saved_bytes"]["default"]
 
 
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("routing", [["--routing=zipf"], ["--remote", "--without-shared"]], ids=["zipf", "remote"])
+def test_layer_over_ranks(routing: list[str], tmp_path: Path) -> None:
+    """On two CPU ranks: each implementation against fp64, DeepEP's with a stand-in, then the blocks and the rows."""
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["benchmarks/layer_ep.py", "--device=cpu", "--dtype=float32", "--shapes=tiny", "--tokens=50,64"]
+    command += ["--comm-sms=0,2", "--rounds=1", "--block-ms=1", "--least=2", f"--out={out}", *routing]
+    path = os.pathsep.join([str(ROOT / "tests/kernel/standins"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "without comm_sms=0" in done.stdout  # refused on CPU: the others go on
+    rows = json.loads(out.read_text())["rows"]
+    local = {"mok_local", "nccl_grouped_mm_local"}
+    impls = {"mok", "mok_comm_2", "nccl_grouped_mm", "deepep_grouped_mm", "transformers_ep", *local}
+    passes = ("forward", "backward", "both")
+    assert {(r["impl"], r["pass"], r["tokens"]) for r in rows} == {
+        (i, p, n) for i in impls for p in passes for n in (50, 64)
+    }
+    for row in rows:
+        assert row["rel_error"] < 1e-5 and row["ep"] == 2 and sum(row["settings"]["rows_arriving"]) == 6 * row["tokens"]
+        assert ("link_bytes" in row) == (row["impl"] not in local)
+        assert ("exposed" in row) == (row["impl"] in {"mok", "mok_comm_2", "nccl_grouped_mm"})
+    if "--remote" in routing:  # all rows of both ranks cross, and their results: 512 bytes each
+        one_way = {r["tokens"]: r["link_bytes"] for r in rows if r["impl"] == "mok" and r["pass"] == "forward"}
+        assert one_way == {n: 2 * 3 * n * 512 for n in (50, 64)}
+
+
 @pytest.mark.timeout(300)
-def test_finetune(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_finetune(processes: int, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, "benchmarks/finetune.py", "--shape", "tiny", "--layers", "2", "--seq_len", "64"]
-    done = subprocess.run([*command, "--steps", "8", "--out", out], cwd=ROOT, capture_output=True, text=True)
+    command += ["--num_processes", str(processes), "--steps", "8", "--out", str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     ours, native = json.loads(out.read_text())["rows"]
     assert (ours["impl"], native["impl"]) == ("mok", "native")
-    assert ours["tokens_per_s"] > 0 and native["s_min"] <= native["s_median"] <= native["s_max"]
+    assert ours["tokens_per_s"] == pytest.approx(processes * ours["tokens_per_s_per_gpu"]) and ours["ep"] == processes
+    assert ours["loss_difference"] < 1e-2 and native["s_min"] <= native["s_median"] <= native["s_max"]
     assert len(ours["losses"]) == 8 and ours["losses"] == pytest.approx(native["losses"], rel=1e-2)
 
 
 def test_benchmarks_import_what_is_there() -> None:
-    """Most of them run on a GPU only: what they take from each other is checked by name."""
+    """Most of them run on a GPU only: what they and the GPU tests take from them is checked by name."""
     trees = {path.stem: ast.parse(path.read_text()) for path in (ROOT / "benchmarks").glob("*.py")}
+    tests = {path.stem: ast.parse(path.read_text()) for path in (ROOT / "tests/gpu").glob("*.py")}
     defined = {
         module: {
             target.id
@@ -59,13 +93,25 @@ def test_benchmarks_import_what_is_there() -> None:
         | {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
         for module, tree in trees.items()
     }
-    taken = [
-        (module, node.module, alias.name)
-        for module, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module in trees
-        for alias in node.names
-    ]
-    assert len(taken) > 20
+    taken = []
+    for module, tree in (trees | tests).items():
+        nodes = list(ast.walk(tree))
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and node.module in trees:
+                taken += [(module, node.module, alias.name) for alias in node.names]
+        whole = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names} & trees.keys()
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in whole:
+                taken.append((module, node.value.id, node.attr))
+    assert len(taken) > 30
     missing = [f"{module} takes {name} from {source}" for module, source, name in taken if name not in defined[source]]
     assert not missing, missing
+
+
+def test_the_glue_on_a_gpu_has_the_functions_of_the_glue_on_cpu() -> None:
+    def functions(module: str, name: str) -> dict[str, str]:
+        tree = ast.parse((ROOT / "benchmarks" / module).read_text())
+        (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+        return {node.name: ast.unparse(node.args) for node in found.body if isinstance(node, ast.FunctionDef)}
+
+    assert functions("baselines.py", "TritonGlue") == functions("glue.py", "TorchGlue")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
 
 from tests.distributed import RankError, launch_ranks, run_ranks
 from tests.kernel import workers
-from tests.kernel.layers import Problem, assert_equal, relative_error
+from tests.kernel.layers import Problem, assert_equal, load, relative_error
 
 INVARIANT = {"out", "x", "weights", "scale"}
 
@@ -83,3 +84,10 @@ def test_ranks_with_buffers_of_different_sizes_are_refused() -> None:
 def test_ranks_on_two_machines_are_refused() -> None:
     for rank, text in enumerate(run_ranks(2, "tests.kernel.workers:pretend_two_machines")):
         assert f"EP ranks [{1 - rank}] run on another machine" in text and "ep_size" in text
+
+
+def test_symmetric_memory_is_asked_for_as_torch_takes_it() -> None:
+    """Without a GPU the call gets as far as the device, past its arguments."""
+    symmetric = sys.modules[load().SymmetricBuffer.__module__]
+    with pytest.raises(RuntimeError, match="does not support device type cpu"):
+        symmetric._allocation(1024, torch.device("cpu"))

@@ -24,6 +24,7 @@ logger = logging.getLogger("mok")
 _CONTROL_BYTES = 4096  # barrier pad, epoch and abort word of a rank
 _TOLD = 9  # told_on_host among the int32 words of Failure, csrc/cuda/ops_call.h
 _POLL_S = 0.2
+_EXPLAINED_WITHIN = 5  # polls
 # Never freed: what is under way on the device may write its record after the workspace is gone.
 _failures: list[torch.Tensor] = []
 
@@ -187,6 +188,7 @@ def _end(thread: threading.Thread) -> None:
 
 
 def _watch() -> None:
+    rounds: weakref.WeakKeyDictionary[Workspace, int] = weakref.WeakKeyDictionary()  # with a failure nobody explained
     while not _ending.wait(_POLL_S):
         with _lock:
             present = list(_watched)
@@ -194,8 +196,11 @@ def _watch() -> None:
             if _ending.is_set():
                 break
             try:
-                workspace.check()
+                workspace.look()
             except MoKTimeoutError as error:
+                rounds[workspace] = rounds.get(workspace, 0) + 1
+                if error.reporter is None and rounds[workspace] < _EXPLAINED_WITHIN:
+                    continue  # the rank that gave up is about to say why
                 logger.error("%s", error)
                 with _lock:
                     _watched.discard(workspace)

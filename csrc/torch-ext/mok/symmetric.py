@@ -164,9 +164,7 @@ def _symmetric_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.de
     before = os.environ.get(_NO_MULTICAST)
     os.environ[_NO_MULTICAST] = "1"
     try:
-        segment = _together(
-            lambda: _symmetric_memory.empty(max(num_bytes, 1), dtype=torch.uint8, device=device), num_bytes, group
-        )
+        segment = _together(lambda: _allocation(num_bytes, device), num_bytes, group)
         shared = _symmetric_memory.rendezvous(segment, group)
     finally:
         if before is None:
@@ -177,10 +175,22 @@ def _symmetric_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.de
     torch.cuda.current_stream(device).synchronize()
     dist.all_gather_object([None] * dist.get_world_size(group), None, group=group)  # nobody writes before all are zero
     rank = dist.get_rank(group)
+    # The peers stay mapped as long as `segment` lives.
     return [
         segment if r == rank else shared.get_buffer(r, segment.shape, segment.dtype)
         for r in range(dist.get_world_size(group))
     ]
+
+
+def _allocation(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory that a rendezvous can share, an allocation of its own, which is freed with the tensor.
+
+    `_symmetric_memory.empty` cuts tensors out of a pool (torch 2.13). `get_buffer` knows nothing of where in it they
+    lie, and over a piece that is free again on one rank and not yet on another the ranks do not rendezvous alike.
+    """
+    from torch.distributed._symmetric_memory import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((max(num_bytes, 1),), (1,), torch.uint8, device)
 
 
 def _shared_gpu(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> list[torch.Tensor]:

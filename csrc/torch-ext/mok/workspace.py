@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from .symmetric import SymmetricBuffer, VirtualGroup, machine
 
 _CONTROL_BYTES = 4096
 DEFAULT_TIMEOUT_S = 600.0
+_NAMED_WITHIN_S = 1.0  # a rank's watchdog, which says for whom it waited, looks five times a second
 
 
 class Workspace:
@@ -211,7 +213,22 @@ class Workspace:
     # -- failure -----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises MoKTimeoutError if a wait of this group has expired."""
+        """Raises MoKTimeoutError if a wait of this group has expired.
+
+        Where this rank's device knows only that another one gave up, waits a moment for that rank to say why.
+        """
+        end = time.monotonic() + _NAMED_WITHIN_S
+        while True:
+            try:
+                self.look()
+                return
+            except MoKTimeoutError as error:
+                if error.reporter is not None or self._cuda is None or time.monotonic() > end:
+                    raise
+            time.sleep(0.01)
+
+    def look(self) -> None:
+        """As `check`, but never waits."""
         try:
             with timeouts(self.rank, self.timeout_s):
                 if self._control:

@@ -1,0 +1,367 @@
+"""One MoE layer over several GPUs, forward and backward: correctness, then time against the baselines.
+
+    torchrun --nproc_per_node 8 benchmarks/layer_ep.py [--shapes kimi,glm] [--tokens 4096] [--out results.json]
+
+Each rank has the experts of shapes.py on the paper's models, and its share of all experts on the two others. Ours is
+the operator as a training step calls it, eager, with autograd; the composites (ep_baselines.py) are CUDA graphs, or
+eager where they can not be captured; Transformers' own expert parallelism is eager. Before anything is timed, every
+rank compares its output and gradients with fp64. A block's time is its slowest rank's.
+
+Ours and the NCCL composite also run with the same routes led to the token's own rank (`*_local`): what a layer takes
+beyond that is exposed communication. Bytes over the links follow from the routes, 2D for each row that crosses.
+
+With --device cpu it runs over gloo, at tiny sizes, to test this script.
+"""
+
+import argparse
+import gc
+import importlib.util
+import os
+import statistics
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from ep_baselines import DeepEPComposite, NcclComposite, TransformersEP
+from ep_problem import ROUTINGS, Problem, worst_error
+from shapes import SHAPES
+from timing import blocks, graph, preheat, ratio, save
+
+from mok_hf import kernel
+
+INPUT_SETS = 2  # rotated; each holds 16 to 117 MB of x alone
+PASSES = {"forward": 1, "backward": 2, "both": 3}  # name -> multiple of the forward's FLOPs
+LOCAL = ("mok", "nccl_grouped_mm")  # also run with all routes local
+SPREAD = ("q30b", "air")  # all experts of the model on the ranks together
+TINY = dict(experts=2, hidden=128, inter=64, topk=3, shared=64)  # for tests of this script
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+
+
+class Mok:
+    """The fused layer; `comm_sms` of each pass, or None for the default."""
+
+    def __init__(self, weights, problem, comm_sms=None):
+        self.mok, self.weights = kernel.load(), weights
+        self.workspace = self.mok.Workspace(dist.group.WORLD, problem.device)
+        self.settings = {} if comm_sms is None else dict(fwd_comm_sms=comm_sms, bwd_comm_sms=comm_sms)
+
+    def __call__(self, s):
+        w = self.weights
+        return self.mok.moe(
+            s.x, s.ids, s.weight, w.gate_up, w.down, shared=w.shared, workspace=self.workspace, **self.settings
+        )
+
+
+class Ranks:
+    """What the ranks tell each other beside the measured work: over gloo, so that the GPUs have no part in it."""
+
+    def __init__(self):
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.group = dist.new_group(backend="gloo")
+
+    def everyone(self, value):
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def slowest(self, ms):
+        worst = torch.tensor(ms, dtype=torch.float64)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.group)
+        return worst.item()
+
+    def together(self, function):
+        """What `function` returns; if it raises on a rank all raise, where the others would wait for that one."""
+        result = problem = None
+        try:
+            result = function()
+        except Exception as error:
+            problem = f"rank {self.rank}: {type(error).__name__}: {error}"
+        problems = [p for p in self.everyone(problem) if p]
+        if problems:
+            raise RuntimeError("; ".join(problems))
+        return result
+
+
+def leaves(s, weights):
+    return [s.x, s.weight, weights.gate_up, weights.down, *(weights.shared or ())]
+
+
+def step(layer, s, weights):
+    """Output and gradients of x, route weights, gate_up, down and, with a shared expert, its gate, up and down."""
+    if hasattr(layer, "backward"):
+        with torch.no_grad():
+            return layer(s), *layer.backward(s)
+    out = layer(s)
+    return out, *torch.autograd.grad(out, leaves(s, weights), s.dout)
+
+
+def eager_functions(layer, sets, weights):
+    """pass -> function of the iteration number."""
+    if hasattr(layer, "backward"):
+        saved = []
+        with torch.no_grad():
+            for s in sets:
+                layer(s)
+                saved.append(layer.saved)
+
+        @torch.no_grad()
+        def forward(n):
+            layer(sets[n % INPUT_SETS])
+
+        @torch.no_grad()
+        def backward(n):
+            layer.saved = saved[n % INPUT_SETS]
+            layer.backward(sets[n % INPUT_SETS])
+
+    else:
+        held = [layer(s) for s in sets]
+
+        def forward(n):
+            layer(sets[n % INPUT_SETS])
+
+        def backward(n):
+            s = sets[n % INPUT_SETS]
+            torch.autograd.grad(held[n % INPUT_SETS], leaves(s, weights), s.dout, retain_graph=True)
+
+    return {"forward": forward, "backward": backward, "both": lambda n: step(layer, sets[n % INPUT_SETS], weights)}
+
+
+@torch.no_grad()
+def graph_functions(layer, sets, pool):
+    """The same as replays. What a backward reads of its forward is kept: the graphs share `pool`."""
+    captured = {name: [] for name in PASSES}
+    for s in sets:
+        captured["forward"].append((*graph(lambda: layer(s), pool), layer.saved))
+        captured["forward"][-1][0].replay()  # capturing alone computes nothing that a backward could read
+        captured["backward"].append(graph(lambda: layer.backward(s), pool))
+        captured["both"].append((*graph(lambda: (layer(s), *layer.backward(s)), pool), layer.saved))
+    return {name: (lambda n, g=g: g[n % INPUT_SETS][0].replay()) for name, g in captured.items()}
+
+
+def composite_functions(layer, sets, weights, ranks, options):
+    """(functions, whether they are graphs): all ranks do the same."""
+    if options.device != "cpu" and not options.eager:
+        try:
+            return ranks.together(lambda: graph_functions(layer, sets, torch.cuda.graph_pool_handle())), True
+        except RuntimeError as error:
+            if ranks.rank == 0:
+                print(f"  {type(layer).__name__} runs eager: {error}", flush=True)
+    return eager_functions(layer, sets, weights), False
+
+
+def make_layers(weights, problem, ranks, options, inputs):
+    """impl -> layer, those that this machine and this kernel have."""
+    layers = {"mok": Mok(weights, problem)}
+    for comm in options.comm_sms:
+        # A workspace of its own: one whose call was refused can not be used any more.
+        layer = Mok(weights, problem, comm)
+        try:
+            layer(inputs)
+            layers[f"mok_comm_{comm}"] = layer
+        except ValueError as error:
+            layer.workspace.close()
+            if ranks.rank == 0:
+                print(f"  without comm_sms={comm}: {error}", flush=True)
+    layers["nccl_grouped_mm"] = NcclComposite(weights, problem)
+    if importlib.util.find_spec("deep_ep") is not None:
+        layers["deepep_grouped_mm"] = DeepEPComposite(weights, problem)
+    layers["transformers_ep"] = TransformersEP(weights, problem)
+    return layers
+
+
+def inputs_of(problem, local=False):
+    sets = [problem.inputs(seed=seed, local=local) for seed in range(INPUT_SETS)]
+    for s in sets:
+        s.x.requires_grad_(), s.weight.requires_grad_()
+    return sets
+
+
+def checked(layer, s, weights, expected, ranks):
+    """The worst relative error of any rank's output and gradients; raises on all ranks where one's is too large."""
+    results = step(layer, s, weights)
+    error = ranks.together(lambda: worst_error(results, expected, TOLERANCE[s.x.dtype]))
+    return max(ranks.everyone(error))
+
+
+def run(name, tokens, ranks, options):
+    if options.device != "cpu":
+        gc.collect()  # the last shape's graphs
+        torch.cuda.empty_cache()
+    shape = TINY if name == "tiny" else SHAPES[name]
+    experts = shape["experts"] // ranks.size if name in SPREAD else shape["experts"]
+    problem = Problem(
+        ranks=ranks.size,
+        rank=ranks.rank,
+        tokens=tokens,
+        hidden=shape["hidden"],
+        inter=shape["inter"],
+        topk=shape["topk"],
+        experts=experts,
+        shared=0 if options.without_shared else shape["shared"],
+        routing=options.routing,
+        remote=options.remote,
+        device=options.device,
+        dtype=options.dtype,
+    )
+    weights = problem.weights()
+    weights.gate_up, weights.down = nn.Parameter(weights.gate_up), nn.Parameter(weights.down)
+    weights.shared = tuple(map(nn.Parameter, weights.shared)) if weights.shared else None
+    variants = {"": inputs_of(problem), "_local": inputs_of(problem, local=True)}
+    layers = make_layers(weights, problem, ranks, options, variants[""][0])
+
+    errors = {}
+    for suffix, of in variants.items():
+        expected = problem.exact(local=bool(suffix))
+        for impl in LOCAL if suffix else layers:
+            errors[impl + suffix] = checked(layers[impl], of[0], weights, expected, ranks)
+        del expected
+    if options.device != "cpu":
+        torch.cuda.empty_cache()
+
+    by_impl, graphs = {}, {}
+    for suffix, of in variants.items():
+        for impl in LOCAL if suffix else layers:
+            layer, key = layers[impl], impl + suffix
+            if hasattr(layer, "backward"):
+                by_impl[key], graphs[key] = composite_functions(layer, of, weights, ranks, options)
+            else:
+                by_impl[key], graphs[key] = eager_functions(layer, of, weights), False
+    functions = {(impl, p): f for impl, passes in by_impl.items() for p, f in passes.items()}
+    size = 64 if options.device == "cpu" else 8192
+    a, b = (torch.randn(size, size, device=options.device, dtype=problem.dtype) for _ in range(2))
+    functions["dense", ""] = lambda n: a @ b
+    times, clocks = blocks(functions, options.block_ms, options.rounds, options.least, ranks.slowest)
+    rows = make_rows(name, problem, times, ranks.everyone(clocks), 2 * size**3, errors, graphs, options)
+    for layer in layers.values():
+        if isinstance(layer, Mok):
+            layer.workspace.close()
+    if ranks.rank == 0:
+        show(name, problem, rows)
+    return rows
+
+
+def make_rows(name, problem, times, clocks, dense_flops, errors, graphs, options):
+    for impl, graphed in graphs.items():
+        if graphed:  # its backward alone may be slower than as a part of both
+            rest = [both - f for both, f in zip(times[impl, "both"], times[impl, "forward"], strict=True)]
+            if statistics.median(rest) < statistics.median(times[impl, "backward"]):
+                times[impl, "backward"] = rest
+    dense = dense_flops / statistics.median(times["dense", ""]) / 1e9
+    p = problem
+    flops = 6.0 * p.tokens * p.hidden * (p.topk * p.inter + p.shared)
+    link_bytes, arriving = p.link_bytes(), p.routes().sum(0).tolist()
+    rows = []
+    for pass_, factor in PASSES.items():
+        for impl, graphed in graphs.items():
+            t = times[impl, pass_]
+            median, low, high = ratio(t, times["mok", pass_])
+            settings = dict(graph=graphed, routing=p.routing, remote=p.remote, rows_arriving=arriving)
+            if impl.startswith("mok_comm_"):
+                settings["comm_sms"] = int(impl.removeprefix("mok_comm_"))
+            row = dict(
+                device=torch.cuda.get_device_name() if options.device != "cpu" else "cpu",
+                ep=p.ranks,
+                shape=name,
+                tokens=p.tokens,
+                experts_per_rank=p.experts,
+                shared_inter=p.shared,
+                **{"pass": pass_},
+                impl=impl,
+                ms_median=statistics.median(t),
+                ms_min=min(t),
+                ms_max=max(t),
+                tflops=factor * flops / statistics.median(t) / 1e9,
+                dense_tflops=dense,
+                rel_error=errors[impl],
+                sm_mhz=[clock[impl, pass_] for clock in clocks],
+                slower_than_mok=median,
+                slower_than_mok_95=[low, high],
+                settings=settings,
+            )
+            if not impl.endswith("_local"):
+                crossing = link_bytes * (2 if pass_ == "both" else 1)
+                row |= dict(link_bytes=crossing, link_gb_s=crossing / statistics.median(t) / 1e6)
+            local = times.get((f"{impl.split('_comm_')[0]}_local", pass_))
+            if local and not impl.endswith("_local"):
+                share, low, high = ratio(local, t)
+                row |= dict(exposed=1 - share, exposed_95=[1 - high, 1 - low])
+            rows.append(row)
+    return rows
+
+
+def show(name, problem, rows):
+    of = {(r["impl"], r["pass"]): r for r in rows}
+    dense, p = rows[0]["dense_tflops"], problem
+    routing = f"{p.routing}{', all remote' if p.remote else ''}"
+    print(f"{name} {p.tokens} EP {p.ranks} S={p.shared} {routing}, dense {dense:.0f}, SM MHz {rows[0]['sm_mhz']}")
+    for pass_ in PASSES:
+        m = of["mok", pass_]
+        text = f"  {pass_:8s} mok {m['ms_median']:.3f} ms {m['tflops']:.0f} TF {m['tflops'] / dense:.0%}"
+        text += f", link {m['link_gb_s']:.0f} GB/s, exposed {m['exposed']:.1%}"
+        for (impl, q), r in of.items():
+            if q == pass_ and impl != "mok":
+                low, high = r["slower_than_mok_95"]
+                text += f" | {impl} {r['ms_median']:.3f} x{r['slower_than_mok']:.3f} [{low:.3f} {high:.3f}]"
+        print(text)
+    print("  worst error", {impl: f"{r['rel_error']:.1e}" for (impl, q), r in of.items() if q == "both"}, flush=True)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="of shapes.py, or `tiny`")
+    parser.add_argument("--tokens", default="2048,4096,8192", help="a rank")
+    parser.add_argument("--without-shared", action="store_true")
+    parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
+    parser.add_argument("--remote", action="store_true", help="every route to another rank than the token's")
+    parser.add_argument("--comm-sms", default="", help="also ours with these communication SMs, e.g. 0,8,16")
+    parser.add_argument("--eager", action="store_true", help="composites without CUDA graphs")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="float32: on CPU only")
+    parser.add_argument("--heat", type=float, default=20)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--block-ms", type=float, default=40)
+    parser.add_argument("--least", type=int, default=5, help="calls in a block, at least")
+    parser.add_argument("--out", default=None)
+    options = parser.parse_args()
+    options.dtype = getattr(torch, options.dtype)
+    options.comm_sms = [int(n) for n in options.comm_sms.split(",") if n]
+    return options
+
+
+def main():
+    options = parse_args()
+    if options.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # before anything asks for a device
+    backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    ranks = Ranks()
+    kernel.agree(dist.group.WORLD)
+    import transformers
+
+    modules = [transformers]
+    if options.device == "cuda":
+        import triton
+
+        modules.append(triton)
+        options.device = f"cuda:{torch.cuda.current_device()}"
+        preheat(options.heat)
+    rows = []
+    for name in options.shapes.split(","):
+        for tokens in map(int, options.tokens.split(",")):
+            rows += run(name, tokens, ranks, options)
+            if options.out and ranks.rank == 0:  # after each shape: a run that is cut short has what it measured
+                save(options.out, rows, *modules)
+    ranks.everyone(None)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    # Skips destructors: NCCL waits for graphs that hold its communicator, gloo's threads can abort the teardown.
+    os._exit(0)
