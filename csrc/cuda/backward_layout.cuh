@@ -16,7 +16,7 @@ MOK_HD int64_t grid_tiles(int rows, int columns) { return 2 * static_cast<int64_
 
 // Parts of a tile of which gate and up are computed again: what each consumer warp makes of a column tile.
 MOK_HD int replayed_parts(const MokBackwardArgs& b) {
-  return may_replay(b) ? static_cast<int>(ceil_div(b.forward.inter, kGateUpColumns)) * kConsumerWarps : 0;
+  return may_replay(b) ? static_cast<int>(ceil_div(b.forward.inter, kGateUpColumns)) : 0;
 }
 
 // Counters (cleared by every call): tickets | landed, replayed, d_gate_up, runs, dgrad_up [tiles] | wgrad [L] | shared d_gate_up [token tiles + 1] | stamps
