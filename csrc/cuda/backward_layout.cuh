@@ -14,7 +14,7 @@ MOK_HD int column_tiles(int width) { return static_cast<int>(ceil_div(width, kWi
 MOK_HD int row_pairs(int width) { return static_cast<int>(ceil_div(width, 2 * kRowsPerTile)); }
 MOK_HD int64_t grid_tiles(int rows, int columns) { return 2 * static_cast<int64_t>(row_pairs(rows)) * column_tiles(columns); }
 
-// Parts of a tile of which gate and up are computed again: what each consumer warp makes of a column tile.
+// Parts of a tile of which gate and up are computed again: column tiles.
 MOK_HD int replayed_parts(const MokBackwardArgs& b) {
   return may_replay(b) ? static_cast<int>(ceil_div(b.forward.inter, kGateUpColumns)) : 0;
 }

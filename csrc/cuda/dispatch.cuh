@@ -29,7 +29,7 @@ struct CopyRing {
         const char* from = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(source), r));
         const uint32_t offset = piece_in * piece;
         const uint32_t bytes = min(row_bytes - offset, static_cast<uint32_t>(piece));
-        if (lane == 0) {
+        if (lane == 0 && !watch.dead) {  // a slot that was not waited for takes no other copy
           // The slot's last store has been issued; wait until it has read the slot. Stores complete in order.
           if (i >= slots || issued >= static_cast<uint32_t>(slots)) ptx::bulk_wait_read<0>();
           ptx::mbarrier_expect(bar(issued), bytes);
@@ -42,8 +42,7 @@ struct CopyRing {
       const int r = __ffs(rows_out) - 1;
       const uint32_t offset = piece_out * piece;
       const uint32_t bytes = min(row_bytes - offset, static_cast<uint32_t>(piece));
-      if (lane == 0) {
-        wait_mbarrier(watch, bar(landed), landed / slots & 1, kWaitCopy);
+      if (lane == 0 && wait_mbarrier(watch, bar(landed), landed / slots & 1, kWaitCopy)) {
         ptx::bulk_store(static_cast<char*>(to) + r * row_bytes + offset, data(landed), bytes);
         ptx::bulk_commit();
       }
@@ -155,7 +154,7 @@ __device__ __forceinline__ void dispatch_rows(const sm90::ForwardParams& p, Copy
     if (lane == 0) ptx::bulk_wait_all();  // the rows are in memory, not merely read out of shared memory
     stamp(p.stamps, kStampPulled, tile, ticket.in_tile, kDispatchRows, true);
     __syncwarp();
-    if (lane == 0) ptx::red_release_gpu(p.x_ready + tile, kDispatchRows);
+    if (lane == 0 && !watch.dead) ptx::red_release_gpu(p.x_ready + tile, kDispatchRows);
   }
 }
 

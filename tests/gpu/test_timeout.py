@@ -7,14 +7,15 @@ import torch
 
 pytestmark = pytest.mark.gpu
 
-WAIT_DISPATCHED = 4
+COMPUTE_TICKETS, DISPATCH_TICKETS = 0, 128  # bytes in scratch
+WAIT_DISPATCHED, WAIT_SLOT = 4, 6
 
 
-def group_of(lib, ranks, **settings):
+def group_of(lib, ranks, hidden=512, **settings):
     import driver
 
     return driver.Group(
-        driver.make_weights(ranks, 4, 512, 256), 2, 4096, driver.Settings(timeout_s=0.3, **settings), lib=lib
+        driver.make_weights(ranks, 4, hidden, 256), 2, 4096, driver.Settings(timeout_s=0.3, **settings), lib=lib
     )
 
 
@@ -40,25 +41,28 @@ def test_missing_rank(lib):
 
 @pytest.mark.parametrize("comm_sms", (0, 8))
 @pytest.mark.parametrize("ranks", (1, 2))
-def test_stalled_megakernel_stops(lib, ranks, comm_sms):
-    group = group_of(lib, ranks, comm_sms=comm_sms)
+@pytest.mark.parametrize(
+    "gone, phase", [(DISPATCH_TICKETS, WAIT_DISPATCHED), (COMPUTE_TICKETS, WAIT_SLOT)], ids=["rows", "tasks"]
+)
+def test_stalled_megakernel_stops(lib, ranks, comm_sms, gone, phase):
+    """Without dispatch tickets rows never land; without tasks slots are never free, in the middle of the pulls of long rows."""
+    hidden = 4096
+    group = group_of(lib, ranks, hidden, comm_sms=comm_sms)
     args = []
     for r in range(ranks):
-        x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(4096, hidden, device="cuda", dtype=torch.bfloat16)
         ids = torch.randint(0, 4 * ranks, (4096, 2), device="cuda")
         group.prologue(r, x, ids, torch.ones(4096, 2, device="cuda"))
     for r in range(ranks):
         args.append(group.args(r, 4096))
         group.schedule(args[r])
-        group.ranks[r]["scratch"][128:132].view(torch.int32).fill_(
-            1 << 24
-        )  # all dispatch tickets are gone: rows never land
+        group.ranks[r]["scratch"][gone : gone + 4].view(torch.int32).fill_(1 << 24)
     start = time.monotonic()
     group.megakernel(*args)
     out = group.epilogue(0, 4096)
     torch.cuda.synchronize()
     assert time.monotonic() - start < 3
-    assert group.record[0] == 1 and group.record[2] == WAIT_DISPATCHED, group.record.tolist()
+    assert group.record[0] == 1 and group.record[2] == phase, group.record.tolist()
     assert torch.isnan(out).all()
     # The device is usable afterwards.
     assert (torch.ones(8, device="cuda") + 1).sum().item() == 16

@@ -174,7 +174,7 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
       }
     } else {
       // A stage without operands: the epilogue's room, once every consumer of both CTAs is through with it.
-      stage_free();
+      if (!stage_free()) break;
       ptx::mbarrier_arrive(smem + Shared::kFull + 8 * stage.slot);
       stage.borrow(kind == kReplay ? kPassedByGateUp : (product.wgrad ? kPassedByGradient : kPassedByDown));
     }
@@ -223,7 +223,7 @@ __device__ __forceinline__ void pull_rows(const BackwardParams& p, CopyRing ring
     if (lane == 0) ptx::bulk_wait_all();
     stamp(p.stamps, kStampPulled, tile, ticket.in_tile, kDispatchRows, true);
     __syncwarp();
-    if (lane == 0) ptx::red_release_gpu(p.landed + tile, kDispatchRows);
+    if (lane == 0 && !watch.dead) ptx::red_release_gpu(p.landed + tile, kDispatchRows);
   }
 }
 

@@ -24,7 +24,6 @@
 //           down_done      down column tiles, multiplied           pushes -> load_operands of gate+up (h slot is free)
 //           shared_h_ready shared gate+up column tiles
 // Nothing here waits for another rank: peers' x is complete before the launch, and pushes are waited for after it.
-#include <cstdlib>
 #include <cstring>
 
 #include "../dedicated.cuh"
@@ -67,6 +66,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
 namespace {
 
 cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
+  if (a.store_gate_up ? a.ring_gate_up == nullptr : a.ladder == kMokGateUpOnly) return cudaErrorInvalidValue;  // a tile that goes nowhere
   memset(&p, 0, sizeof p);
   const int64_t ring_rows = static_cast<int64_t>(a.ring_tiles) * kRowsPerTile;
   const ScheduleLayout s = ScheduleLayout::make(a);

@@ -110,7 +110,7 @@ __device__ __forceinline__ void load_operands(const ForwardParams& p, uint32_t s
     }
     if (watch.dead) break;
     // A stage without operands: the epilogue's room, once every consumer of both CTAs is through with it.
-    wait_mbarrier(watch, smem + Shared::kEmpty + 8 * stage.slot, stage.phase() ^ 1, kWaitOperand);
+    if (!wait_mbarrier(watch, smem + Shared::kEmpty + 8 * stage.slot, stage.phase() ^ 1, kWaitOperand)) break;
     ptx::mbarrier_arrive(smem + Shared::kFull + 8 * stage.slot);
     stage.borrow(gate_up ? kPassedByGateUp : kPassedByDown);
   }
