@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -113,3 +114,33 @@ def test_layer_with_more_tokens_than_agreed() -> None:
     assert "has 300 tokens in this layer" in str(errors[1])
     assert "agreed on 50, which leaves room for 64" in str(errors[1])
     assert "EP rank 1 refused" in str(errors[0])
+
+
+def test_what_another_rank_gave_up_waiting_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device knows only that a peer stopped the call; the workspace asks the host's pages what for."""
+    mok, problem, own = load(), Problem([40]), load().Workspace()
+    functional = sys.modules[mok.moe.__module__]
+    named, unnamed = (mok.MoKTimeoutError(*who, "forward, after combine", 1.0, 0) for who in ((1, 2), (None, None)))
+
+    def check() -> None:
+        raise named
+
+    def stopped(*_: object) -> None:
+        raise RuntimeError("MoKTimeout origin=-1 waited=-1 phase=told by a peer")
+
+    class Stopped:
+        forward = staticmethod(stopped)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(ops, name)
+
+    ops = functional.ops
+    args, keywords = problem.arguments({n: problem.parts[n] for n in problem.names()}, problem.ids)
+    mok.moe(*args, **keywords, workspace=own)
+    monkeypatch.setattr(own, "check", check)
+    monkeypatch.setattr(functional, "ops", Stopped())
+    with pytest.raises(mok.MoKTimeoutError, match=r"EP rank 2 waited .* for EP rank 1"):
+        mok.moe(*args, **keywords, workspace=own)
+    own._error = unnamed
+    with pytest.raises(mok.MoKTimeoutError, match=r"EP rank 2 waited .* for EP rank 1"):
+        mok.moe(*args, **keywords, workspace=own)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from . import functional
+from . import checks, functional
 from ._ops import add_op_namespace_prefix, ops
 from .errors import timeouts
 from .workspace import workspace
@@ -71,7 +71,7 @@ def _operator(name: str):
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _experts(x, ids, weights, gate_up, down, limit, save):
-    functional._check(x, ids, weights, gate_up, down, None, None, limit, None)
+    checks.layer(x, ids, weights, gate_up, down, None, None, limit, None)
     shared = workspace(None, x.device)
     arguments = _arguments(shared, x, ids, weights, gate_up, down)
     minibatch, comm, _ = _settings(x)

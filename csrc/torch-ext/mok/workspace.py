@@ -101,6 +101,8 @@ class Workspace:
         tokens than fit.
         """
         if self._error is not None:
+            if self._error.reporter is None:
+                self.check()
             raise self._error.with_traceback(None)
         # What inference mode makes can not be saved for a backward, and this lives longer.
         with torch.inference_mode(False):
@@ -313,13 +315,18 @@ _lock = threading.Lock()
 
 @contextmanager
 def leaving(handle: torch.Tensor) -> Iterator[None]:
-    """Around an operator: a rank that fails in it and goes on would meet the others at another barrier than theirs."""
+    """Around an operator: a rank that fails in it and goes on would meet the others at another barrier than theirs.
+
+    What another rank gave up waiting for is told with that rank's reason, if it says so in time.
+    """
     try:
         yield
     except Exception as error:
         found = _owners.get(handle.data_ptr())
         if found is not None and "MoKTimeout" not in str(error):
             found.leave()
+        elif found is not None and "origin=-1" in str(error):
+            found.check()
         raise
 
 
