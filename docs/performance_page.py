@@ -75,25 +75,20 @@ def times(result: dict) -> str:
 
 MEMORY = """\
 MiB that one forward and backward add at their peak, all gradients and our workspace included. The workspace is
-allocated once and shared by all layers of a model.
-"""
-
-MEMORY_PARTS = """ *Kept* is what each layer of a model leaves for its backward,
+allocated once and shared by all layers of a model. *Kept* is what each layer of a model leaves for its backward,
 its output included, without gradients and workspace; with *checkpointing* around the layer (`torch.utils.checkpoint`)
 only its input is kept, and the forward runs again in the backward.
+
 """
 
 
 def memory(result: dict) -> str:
-    """Text and table; older results have the peak alone."""
-    tables = {"peak": ("mok", "transformers", "composite")}
-    if "kept_mib" in result["rows"][0]:
-        tables |= {"kept": ("mok", "transformers", "composite"), "peak_checkpointed": ("mok", "transformers")}
+    every = ("mok", "transformers", "composite")
+    tables = {"peak": every, "kept": every, "peak_checkpointed": every[:2]}
     names = {"mok": "ours", "transformers": "Transformers", "composite": "composite"}
     prefix = {"peak": "", "kept": "kept: ", "peak_checkpointed": "checkpointing: "}
     columns = [prefix[what] + names[impl] for what, impls in tables.items() for impl in impls]
-    out = [MEMORY.rstrip("\n") + MEMORY_PARTS if len(tables) > 1 else MEMORY, "\n"]
-    out.append(f"| shape, tokens | {' | '.join(columns)} |\n|{'---|' * (1 + len(columns))}\n")
+    out = [MEMORY, f"| shape, tokens | {' | '.join(columns)} |\n|{'---|' * (1 + len(columns))}\n"]
     for (shape, tokens, passed), impls in cases(result).items():
         if passed == "both":
             mib = [f"{impls[impl][f'{what}_mib']:,.0f}" for what, wanted in tables.items() for impl in wanted]
@@ -132,7 +127,7 @@ def render() -> str:
         + memory(training)
         + "\n## The ring\n\n`macrobatch_size` bounds the rows whose activations are kept; the rest is computed again in"
         " the backward. Ring: share of\nall rows. Forward and backward: time against the ring that holds everything."
-        " Without shared expert.\n\n" + rings(ring) + TAIL
+        f" Without shared expert; measured {ring['date']} at commit {ring['commit'][:7]}.\n\n" + rings(ring) + TAIL
     )
 
 

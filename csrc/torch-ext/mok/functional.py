@@ -84,7 +84,9 @@ def moe(
     """
     device = x.device.type
     try:
-        checks.layer(x, top_k_index, top_k_weights, gate_up_proj, down_proj, shared, shared_scale, swiglu_limit, precision)
+        checks.layer(
+            x, top_k_index, top_k_weights, gate_up_proj, down_proj, shared, shared_scale, swiglu_limit, precision
+        )
         if x.device != workspace.device:
             raise ValueError(f"x is on {x.device} and the workspace for {workspace.device}: make one for x's device.")
         minibatch = checks.rows("minibatch_size", minibatch_size, TILE, _DEFAULT_MINIBATCH[device])
