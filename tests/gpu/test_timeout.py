@@ -45,7 +45,7 @@ def test_missing_rank(lib):
     "gone, phase", [(DISPATCH_TICKETS, WAIT_DISPATCHED), (COMPUTE_TICKETS, WAIT_SLOT)], ids=["rows", "tasks"]
 )
 def test_stalled_megakernel_stops(lib, ranks, comm_sms, gone, phase):
-    """Without dispatch tickets rows never land; without tasks no slot is ever free, and pulls of long rows stop midway."""
+    """Without dispatch tickets rows never land; without tasks no slot gets free, and pulls of long rows stop midway."""
     hidden = 4096
     group = group_of(lib, ranks, hidden, comm_sms=comm_sms)
     args = []
