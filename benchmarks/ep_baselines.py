@@ -4,7 +4,8 @@
                   expert as a plain MLP.
 `NcclComposite`   torch._grouped_mm with fused glue between NCCL all-to-alls. How many rows go where is given in
                   advance, so there is no host sync; which expert each is for travels as it must. The shared expert runs
-                  beside the dispatch, weight gradients beside the last exchange.
+                  beside the dispatch, weight gradients beside the last exchange. Route weights travel in the forward,
+                  beside its products, and are kept.
 `DeepEPComposite` the same between DeepEP's dispatch and combine, which move a token once to each rank.
 
 The composites have a backward of their own and can be captured in CUDA graphs.
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from glue import glue_of
+from baselines import Products
 from torch.distributed.device_mesh import init_device_mesh
 
 
@@ -53,48 +54,10 @@ class TransformersEP:
         return out
 
 
-class _Products:
-    """The products and the shared expert, on rows that lie sorted by expert."""
-
-    def __init__(self, weights, problem):
-        self.gate_up, self.down, self.shared = weights.gate_up, weights.down, weights.shared
-        self.shared_gate_up = torch.cat(weights.shared[:2]).T if weights.shared else None
-        self.problem, self.glue = problem, glue_of(problem.device)
-
-    def experts(self, rows, offsets):
-        gate_up = torch._grouped_mm(rows, self.gate_up.transpose(1, 2), offs=offsets)
-        return gate_up, torch._grouped_mm(self.glue.swiglu(gate_up), self.down.transpose(1, 2), offs=offsets)
-
-    def experts_dgrad(self, drows, gate_up, offsets, weight, route):
-        """Gradients of the rows and of gate and up, h scaled by its row's weight, gradients of the weights."""
-        dh = torch._grouped_mm(drows, self.down, offs=offsets)
-        d_gate_up, weighted_h, dots = self.glue.dswiglu(dh, gate_up, weight, route)
-        return torch._grouped_mm(d_gate_up, self.gate_up, offs=offsets), d_gate_up, weighted_h, dots
-
-    def experts_wgrad(self, drows, rows, d_gate_up, weighted_h, offsets):
-        return (
-            torch._grouped_mm(d_gate_up.T, rows, offs=offsets),
-            torch._grouped_mm(drows.T, weighted_h, offs=offsets),
-        )
-
-    def shared_forward(self, x):
-        if not self.shared:
-            return None, None
-        gate_up = x @ self.shared_gate_up
-        return gate_up, self.glue.swiglu(gate_up) @ self.shared[2].T
-
-    def shared_backward(self, x, dout, gate_up):
-        """Gradient of x and those of gate, up and down."""
-        if not self.shared:
-            return None, ()
-        d_gate_up, h, _ = self.glue.dswiglu(dout @ self.shared[2], gate_up)
-        return d_gate_up @ self.shared_gate_up.T, (*(d_gate_up.T @ x).chunk(2), dout.T @ h)
-
-
-class NcclComposite(_Products):
+class NcclComposite(Products):
     def __init__(self, weights, problem, group=None):
-        super().__init__(weights, problem)
-        self.group = group
+        super().__init__(weights)
+        self.problem, self.group = problem, group
 
     def __call__(self, s):
         ranks, local, k = self.problem.ranks, self.problem.experts, self.problem.topk
@@ -107,6 +70,7 @@ class NcclComposite(_Products):
         received = torch.empty_like(counts)  # rows from each rank for each of this rank's experts
         counting = dist.all_to_all_single(received, counts, group=self.group, async_op=True)
         arrived, moving = self._exchange(self.glue.permute(s.x, perm, k), s.recv, s.send)
+        weight, weighing = self._exchange(s.weight.flatten()[perm], s.recv, s.send)  # the backward reads it
         shared_gate_up, shared = self.shared_forward(s.x)
 
         # Rows came sorted by rank, then expert. `source`: where the rows in the order of expert, then rank, lie.
@@ -124,18 +88,17 @@ class NcclComposite(_Products):
         rows = self.glue.permute(arrived, source, 1)
         gate_up, y = self.experts(rows, offsets)
         returned, moving = self._exchange(self.glue.permute(y, back, 1), s.send, s.recv)
+        weighing.wait()
         moving.wait()
-        self.saved = perm, inverse.view_as(s.ids), source, back, offsets, rows, gate_up, shared_gate_up
+        self.saved = perm, inverse.view_as(s.ids), source, back, weight, offsets, rows, gate_up, shared_gate_up
         return self.glue.weighted_sum(returned, inverse.view_as(s.ids), s.weight, shared)
 
     def backward(self, s):
         """Gradients of x, route weights, gate_up, down and the shared gate, up and down."""
-        perm, inverse, source, back, offsets, rows, gate_up, shared_gate_up = self.saved
+        perm, inverse, source, back, weight, offsets, rows, gate_up, shared_gate_up = self.saved
         arrived, moving = self._exchange(self.glue.permute(s.dout, perm, self.problem.topk), s.recv, s.send)
-        weight, weighing = self._exchange(s.weight.flatten()[perm], s.recv, s.send)
         shared_dx, shared = self.shared_backward(s.x, s.dout, shared_gate_up)
         moving.wait()
-        weighing.wait()
         drows = self.glue.permute(arrived, source, 1)
         dx_rows, d_gate_up, weighted_h, dots = self.experts_dgrad(drows, gate_up, offsets, weight, source)
         returned, moving = self._exchange(self.glue.permute(dx_rows, back, 1), s.send, s.recv)
@@ -150,14 +113,14 @@ class NcclComposite(_Products):
         return into, dist.all_to_all_single(into, rows, recv, send, group=self.group, async_op=True)
 
 
-class DeepEPComposite(_Products):
+class DeepEPComposite(Products):
     """Rows are tokens as DeepEP moves them: each once to each rank that has an expert of it. bf16, one machine."""
 
     def __init__(self, weights, problem, group=None):
         import deep_ep
 
-        super().__init__(weights, problem)
-        group = group or dist.group.WORLD
+        super().__init__(weights)
+        self.problem, group = problem, group or dist.group.WORLD
         row_bytes = problem.hidden * 2
         configs = (deep_ep.Buffer.get_dispatch_config, deep_ep.Buffer.get_combine_config)
         hint = max(of(problem.ranks).get_nvl_buffer_size_hint(row_bytes, problem.ranks) for of in configs)

@@ -1,4 +1,4 @@
-"""What the composites of several ranks do between their products: on a GPU the fused kernels of baselines.py.
+"""What the composites do between their products: on a GPU the fused kernels of triton_glue.py.
 
 On CPU the same in plain torch, so that tests reach the exchange around it; nothing is measured on that.
 """
@@ -46,6 +46,6 @@ class TorchGlue:
 def glue_of(device):
     if torch.device(device).type == "cpu":
         return TorchGlue
-    from baselines import TritonGlue  # Triton is not there without a GPU
+    from triton_glue import TritonGlue  # Triton is not there without a GPU
 
     return TritonGlue

@@ -5,7 +5,7 @@
 Ours is the operator as a training step calls it, eager, with autograd. The composite's forward, backward and both are
 replays of CUDA graphs; its backward counts as the lesser of its own graph and both less forward. Transformers is eager.
 Time covers hidden states + top-k ids and weights -> output, and dOut -> all gradients. Before anything is timed, every
-output and gradient is compared with fp64.
+output and gradient is compared with fp64, the composite's those of replays as well.
 
 Memory: `peak_mib` is what one forward and backward add at their peak, gradients and our workspace included, and
 `peak_checkpointed_mib` the same under torch.utils.checkpoint. `workspace_mib` of it stays, once for all layers.
@@ -24,38 +24,24 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from baselines import Composite, Transformers
-from driver import TILE, make_routes, make_weights, reference, relative_error
+from driver import TILE, make_routes, make_weights, reference
+from passes import (
+    INPUT_SETS,
+    PASSES,
+    Mok,
+    eager_functions,
+    graph_functions,
+    leaves,
+    lesser_backward,
+    replays,
+    show,
+    step,
+    worst_error,
+)
 from shapes import SHAPES
-from timing import blocks, graph, preheat, ratio, save
+from timing import blocks, preheat, ratio, save
 
-from mok_hf import kernel
-
-INPUT_SETS = 2  # rotated; each holds 16 to 67 MB of x alone
-PASSES = ("forward", "backward", "both")
 TOLERANCE = 1e-2
-
-
-class Mok:
-    """The fused layer; `ring` is the share of all rows that its ring holds."""
-
-    def __init__(self, weights, topk, rows, ring=1.0):
-        self.mok = kernel.load()
-        self.workspace = self.mok.Workspace(None, "cuda")
-        self.weights, self.topk = weights, topk
-        self.macrobatch = None if ring == 1.0 else max(2, int(ring * rows) // TILE) * TILE
-
-    def __call__(self, x, ids, weight):
-        w = self.weights
-        return self.mok.moe(
-            x,
-            ids,
-            weight,
-            w.gate_up,
-            w.down,
-            shared=w.shared,
-            workspace=self.workspace,
-            macrobatch_size=self.macrobatch,
-        )
 
 
 class Inputs:
@@ -65,19 +51,10 @@ class Inputs:
         self.dout = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         self.ids, self.weight = ids.to(torch.int64), weight.requires_grad_()
 
-    def leaves(self, weights):
-        return [self.x, self.weight, weights.gate_up, weights.down, *(weights.shared or ())]
-
-
-def step(layer, inputs, weights):
-    """Output and gradients of x, route weights, gate_up, down and, with a shared expert, its gate, up and down."""
-    out = layer(inputs.x, inputs.ids, inputs.weight)
-    return out, *torch.autograd.grad(out, inputs.leaves(weights), inputs.dout)
-
 
 def checkpointed_step(layer, inputs, weights):
-    out = checkpoint(layer, inputs.x, inputs.ids, inputs.weight, use_reentrant=False)
-    return out, *torch.autograd.grad(out, inputs.leaves(weights), inputs.dout)
+    out = checkpoint(layer, inputs, use_reentrant=False)
+    return out, *torch.autograd.grad(out, leaves(inputs, weights), inputs.dout)
 
 
 def exact(inputs, weights):
@@ -91,19 +68,6 @@ def exact(inputs, weights):
     zero = lambda t: torch.zeros_like(t) if t.grad is None else t.grad
     grads = [torch.stack([zero(e[i]) for e in experts]) for i in (0, 1)]
     return out.detach(), x.grad, weight.grad, *grads, *[t.grad for t in shared or ()]
-
-
-def composite_step(composite, inputs):
-    out = composite(inputs.x, inputs.ids, inputs.weight)
-    g = composite.backward(inputs.dout)
-    shared = [*g["d_shared_gate_up"].chunk(2), g["d_shared_down"]] if "d_shared_gate_up" in g else []
-    return out, g["dx"], g["d_weight"], g["d_gate_up_proj"], g["d_down_proj"], *shared
-
-
-def worst_error(results, expected):
-    errors = [relative_error(r.detach(), e) for r, e in zip(results, expected, strict=True)]
-    assert all(e < TOLERANCE for e in errors), errors
-    return max(errors)
 
 
 def allocated():
@@ -138,45 +102,19 @@ def memory_of(layer, inputs, weights):
     return dict(
         peak=peak,
         peak_checkpointed=workspace + peak_bytes(lambda: checkpointed_step(layer, inputs, weights)),
-        kept=kept_bytes(lambda: layer(inputs.x, inputs.ids, inputs.weight)),
+        kept=kept_bytes(lambda: layer(inputs)),
         workspace=workspace,
     )
 
 
-def composite_memory(composite, inputs):
+@torch.no_grad()
+def composite_memory(composite, inputs, weights):
     """The same of the composite, which has no autograd: what it keeps lies in `saved`, here of no step before."""
     composite.saved = None
-    peak = peak_bytes(lambda: composite_step(composite, inputs))
+    peak = peak_bytes(lambda: step(composite, inputs, weights))
     composite.saved = None
-    kept = kept_bytes(lambda: composite(inputs.x, inputs.ids, inputs.weight))
+    kept = kept_bytes(lambda: composite(inputs))
     return dict(peak=peak, kept=kept, workspace=0)
-
-
-def functions_of(layer, sets, weights):
-    """pass -> function of the iteration number, for an eager layer with autograd."""
-    held = [layer(s.x, s.ids, s.weight) for s in sets]
-
-    def backward(n):
-        s = sets[n % INPUT_SETS]
-        torch.autograd.grad(held[n % INPUT_SETS], s.leaves(weights), s.dout, retain_graph=True)
-
-    return {
-        "forward": lambda n: (lambda s: layer(s.x, s.ids, s.weight))(sets[n % INPUT_SETS]),
-        "backward": backward,
-        "both": lambda n: step(layer, sets[n % INPUT_SETS], weights),
-    }
-
-
-@torch.no_grad()
-def graphs_of(composite, sets):
-    """pass -> function of the iteration number, each a graph's replay."""
-    captured = {name: [] for name in PASSES}
-    for s in sets:
-        captured["forward"].append(graph(lambda: composite(s.x, s.ids, s.weight))[0])
-        captured["forward"][-1].replay()  # capturing alone computes nothing that the backward could read
-        captured["backward"].append(graph(lambda: composite.backward(s.dout))[0])
-        captured["both"].append(graph(lambda: composite_step(composite, s))[0])
-    return {name: (lambda n, g=g: g[n % INPUT_SETS].replay()) for name, g in captured.items()}
 
 
 def run(name, tokens, shared, rings, rounds, block_ms):
@@ -186,39 +124,38 @@ def run(name, tokens, shared, rings, rounds, block_ms):
     for t in (weights.gate_up, weights.down, *(weights.shared or ())):
         t.requires_grad_()
     sets = [Inputs(tokens, d, k, experts, seed) for seed in range(INPUT_SETS)]
-    layers = {f"mok{'' if r == 1 else f'_ring_{r:g}'}": Mok(weights, k, tokens * k, r) for r in (1.0, *rings)}
-    layers["transformers"] = Transformers(weights, k)
+    layers = {"mok": Mok(weights, None, "cuda")}
+    for ring in rings:
+        held = max(2, int(ring * tokens * k) // TILE) * TILE
+        layers[f"mok_ring_{ring:g}"] = Mok(weights, None, "cuda", macrobatch_size=held)
+    layers["transformers"] = Transformers(weights)
     with torch.no_grad():
-        composite = Composite(weights, k)
+        composite = Composite(weights)
 
     step(layers["transformers"], sets[0], weights)  # makes the libraries' workspaces, which are nobody's
     memory = {impl: memory_of(layer, sets[0], weights) for impl, layer in layers.items()}
-    with torch.no_grad():
-        composite_step(composite, sets[0])
-        memory["composite"] = composite_memory(composite, sets[0])
-        expected_shape = [t.shape for t in composite_step(composite, sets[0])]
+    step(composite, sets[0], weights)
+    memory["composite"] = composite_memory(composite, sets[0], weights)
     expected = exact(sets[0], weights)
-    assert [t.shape for t in expected] == expected_shape
-    errors = {impl: worst_error(step(layer, sets[0], weights), expected) for impl, layer in layers.items()}
-    with torch.no_grad():
-        errors["composite"] = worst_error(composite_step(composite, sets[0]), expected)
-    del expected
+    errors = {}
+    for impl, layer in (layers | {"composite": composite}).items():
+        errors[impl] = worst_error(step(layer, sets[0], weights), expected, TOLERANCE)
+    by_pass = {impl: eager_functions(layer, sets, weights) for impl, layer in layers.items()}
+    by_pass["composite"], filled = graph_functions(composite, sets, weights)
+    for results in replays(by_pass["composite"], filled):
+        errors["composite"] = max(errors["composite"], worst_error(results, expected, TOLERANCE))
+    del expected, filled, results
     torch.cuda.empty_cache()
 
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    by_pass = {impl: functions_of(layer, sets, weights) for impl, layer in layers.items()}
-    by_pass["composite"] = graphs_of(composite, sets)
     functions = {(impl, p): f for impl, passes in by_pass.items() for p, f in passes.items()}
     functions["dense", ""] = lambda n: a @ b
     times, clocks = blocks(functions, block_ms=block_ms, rounds=rounds)
-    for impl in (*layers, "composite"):
-        difference = [both - f for both, f in zip(times[impl, "both"], times[impl, "forward"], strict=True)]
-        if impl == "composite" and statistics.median(difference) < statistics.median(times[impl, "backward"]):
-            times[impl, "backward"] = difference
+    times["composite", "backward"] = lesser_backward(times, "composite")
     dense = 2 * 8192**3 / statistics.median(times["dense", ""]) / 1e9
     forward_flops = 6.0 * tokens * d * (k * i + width)
     rows = []
-    for p, factor in zip(PASSES, (1, 2, 3), strict=True):
+    for p, factor in PASSES.items():
         for impl in by_pass:
             t = times[impl, p]
             median, low, high = ratio(t, times["mok", p])
@@ -244,29 +181,11 @@ def run(name, tokens, shared, rings, rounds, block_ms):
                     settings=dict(graph=impl == "composite"),
                 )
             )
-    show(name, tokens, width, rows, dense)
-    return rows
-
-
-def show(name, tokens, width, rows, dense):
-    of = {(r["impl"], r["pass"]): r for r in rows}
-    print(f"{name} {tokens} S={width} dense {dense:.0f}")
-    for p in PASSES:
-        m = of["mok", p]
-        text = f"  {p:8s} mok {m['ms_median']:.3f} ms {m['tflops']:.0f} TF {m['tflops'] / dense:.0%}"
-        for (impl, q), r in of.items():
-            if q == p and impl != "mok":
-                low, high = r["slower_than_mok_95"]
-                text += f" | {impl} {r['ms_median']:.3f} x{r['slower_than_mok']:.3f} [{low:.3f} {high:.3f}]"
-        print(text)
+    show(f"{name} {tokens} S={width}", rows)
     for what in ("peak", "peak_checkpointed", "kept", "workspace"):
-        key = f"{what}_mib"
-        print(f"  {what} MiB", {impl: round(r[key]) for (impl, p), r in of.items() if p == "both" and key in r})
-    print(
-        "  worst error",
-        {impl: f"{r['rel_error']:.1e}" for (impl, p), r in of.items() if p == "both"},
-        flush=True,
-    )
+        mib = {impl: round(m[what] / 2**20) for impl, m in memory.items() if what in m}
+        print(f"  {what} MiB", mib, flush=True)
+    return rows
 
 
 def main():

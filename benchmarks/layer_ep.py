@@ -5,10 +5,12 @@
 Each rank has the experts of shapes.py on the paper's models, and its share of all experts on the two others. Ours is
 the operator as a training step calls it, eager, with autograd; the composites (ep_baselines.py) are CUDA graphs, or
 eager where they can not be captured; Transformers' own expert parallelism is eager. Before anything is timed, every
-rank compares its output and gradients with fp64. A block's time is its slowest rank's.
+rank compares its output and gradients with fp64, the eager ones and those of replays. A block's time is its slowest
+rank's.
 
-Ours and the NCCL composite also run with the same routes led to the token's own rank (`*_local`): what a layer takes
-beyond that is exposed communication. Bytes over the links follow from the routes, 2D for each row that crosses.
+With uniform routing, ours and the NCCL composite also run with the same routes led to the token's own rank (`*_local`):
+what a layer takes beyond that is exposed communication. With other routings it would be load imbalance as well. Bytes
+over the links follow from the routes, 2D for each row that crosses: for DeepEP one a token and rank.
 
 With --device cpu it runs over gloo, at tiny sizes, to test this script.
 """
@@ -29,33 +31,28 @@ import torch.nn as nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from ep_baselines import DeepEPComposite, NcclComposite, TransformersEP
-from ep_problem import ROUTINGS, Problem, worst_error
+from ep_problem import ROUTINGS, Problem
+from passes import (
+    INPUT_SETS,
+    PASSES,
+    Mok,
+    eager_functions,
+    graph_functions,
+    lesser_backward,
+    replays,
+    show,
+    step,
+    worst_error,
+)
 from shapes import SHAPES
-from timing import blocks, graph, preheat, ratio, save
+from timing import blocks, preheat, ratio, save
 
 from mok_hf import kernel
 
-INPUT_SETS = 2  # rotated; each holds 16 to 117 MB of x alone
-PASSES = {"forward": 1, "backward": 2, "both": 3}  # name -> multiple of the forward's FLOPs
 LOCAL = ("mok", "nccl_grouped_mm")  # also run with all routes local
 SPREAD = ("q30b", "air")  # all experts of the model on the ranks together
 TINY = dict(experts=2, hidden=128, inter=64, topk=3, shared=64)  # for tests of this script
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
-
-
-class Mok:
-    """The fused layer; `comm_sms` of each pass, or None for the default."""
-
-    def __init__(self, weights, problem, comm_sms=None):
-        self.mok, self.weights = kernel.load(), weights
-        self.workspace = self.mok.Workspace(dist.group.WORLD, problem.device)
-        self.settings = {} if comm_sms is None else dict(fwd_comm_sms=comm_sms, bwd_comm_sms=comm_sms)
-
-    def __call__(self, s):
-        w = self.weights
-        return self.mok.moe(
-            s.x, s.ids, s.weight, w.gate_up, w.down, shared=w.shared, workspace=self.workspace, **self.settings
-        )
 
 
 class Ranks:
@@ -88,79 +85,23 @@ class Ranks:
         return result
 
 
-def leaves(s, weights):
-    return [s.x, s.weight, weights.gate_up, weights.down, *(weights.shared or ())]
-
-
-def step(layer, s, weights):
-    """Output and gradients of x, route weights, gate_up, down and, with a shared expert, its gate, up and down."""
-    if hasattr(layer, "backward"):
-        with torch.no_grad():
-            return layer(s), *layer.backward(s)
-    out = layer(s)
-    return out, *torch.autograd.grad(out, leaves(s, weights), s.dout)
-
-
-def eager_functions(layer, sets, weights):
-    """pass -> function of the iteration number."""
-    if hasattr(layer, "backward"):
-        saved = []
-        with torch.no_grad():
-            for s in sets:
-                layer(s)
-                saved.append(layer.saved)
-
-        @torch.no_grad()
-        def forward(n):
-            layer(sets[n % INPUT_SETS])
-
-        @torch.no_grad()
-        def backward(n):
-            layer.saved = saved[n % INPUT_SETS]
-            layer.backward(sets[n % INPUT_SETS])
-
-    else:
-        held = [layer(s) for s in sets]
-
-        def forward(n):
-            layer(sets[n % INPUT_SETS])
-
-        def backward(n):
-            s = sets[n % INPUT_SETS]
-            torch.autograd.grad(held[n % INPUT_SETS], leaves(s, weights), s.dout, retain_graph=True)
-
-    return {"forward": forward, "backward": backward, "both": lambda n: step(layer, sets[n % INPUT_SETS], weights)}
-
-
-@torch.no_grad()
-def graph_functions(layer, sets, pool):
-    """The same as replays. What a backward reads of its forward is kept: the graphs share `pool`."""
-    captured = {name: [] for name in PASSES}
-    for s in sets:
-        captured["forward"].append((*graph(lambda: layer(s), pool), layer.saved))
-        captured["forward"][-1][0].replay()  # capturing alone computes nothing that a backward could read
-        captured["backward"].append(graph(lambda: layer.backward(s), pool))
-        captured["both"].append((*graph(lambda: (layer(s), *layer.backward(s)), pool), layer.saved))
-    return {name: (lambda n, g=g: g[n % INPUT_SETS][0].replay()) for name, g in captured.items()}
-
-
-def composite_functions(layer, sets, weights, ranks, options):
-    """(functions, whether they are graphs): all ranks do the same."""
-    if options.device != "cpu" and not options.eager:
+def functions_of(layer, sets, weights, ranks, options):
+    """Functions of the passes, and what replays of graphs fill, None if eager; all ranks do the same."""
+    if hasattr(layer, "backward") and options.device != "cpu" and not options.eager:
         try:
-            return ranks.together(lambda: graph_functions(layer, sets, torch.cuda.graph_pool_handle())), True
+            return ranks.together(lambda: graph_functions(layer, sets, weights))
         except RuntimeError as error:
             if ranks.rank == 0:
                 print(f"  {type(layer).__name__} runs eager: {error}", flush=True)
-    return eager_functions(layer, sets, weights), False
+    return eager_functions(layer, sets, weights), None
 
 
 def make_layers(weights, problem, ranks, options, inputs):
     """impl -> layer, those that this machine and this kernel have."""
-    layers = {"mok": Mok(weights, problem)}
+    layers = {"mok": Mok(weights, dist.group.WORLD, problem.device)}
     for comm in options.comm_sms:
         # A workspace of its own: one whose call was refused can not be used any more.
-        layer = Mok(weights, problem, comm)
+        layer = Mok(weights, dist.group.WORLD, problem.device, fwd_comm_sms=comm, bwd_comm_sms=comm)
         try:
             layer(inputs)
             layers[f"mok_comm_{comm}"] = layer
@@ -182,10 +123,9 @@ def inputs_of(problem, local=False):
     return sets
 
 
-def checked(layer, s, weights, expected, ranks):
+def checked(results, expected, ranks):
     """The worst relative error of any rank's output and gradients; raises on all ranks where one's is too large."""
-    results = step(layer, s, weights)
-    error = ranks.together(lambda: worst_error(results, expected, TOLERANCE[s.x.dtype]))
+    error = ranks.together(lambda: worst_error(results, expected, TOLERANCE[results[0].dtype]))
     return max(ranks.everyone(error))
 
 
@@ -212,26 +152,26 @@ def run(name, tokens, ranks, options):
     weights = problem.weights()
     weights.gate_up, weights.down = nn.Parameter(weights.gate_up), nn.Parameter(weights.down)
     weights.shared = tuple(map(nn.Parameter, weights.shared)) if weights.shared else None
-    variants = {"": inputs_of(problem), "_local": inputs_of(problem, local=True)}
+    variants = {"": inputs_of(problem)}
+    if options.routing == "uniform":  # led to their own rank, other routes would also lose their imbalance
+        variants["_local"] = inputs_of(problem, local=True)
     layers = make_layers(weights, problem, ranks, options, variants[""][0])
 
-    errors = {}
+    by_impl, graphs, errors = {}, {}, {}
     for suffix, of in variants.items():
         expected = problem.exact(local=bool(suffix))
         for impl in LOCAL if suffix else layers:
-            errors[impl + suffix] = checked(layers[impl], of[0], weights, expected, ranks)
-        del expected
+            layer, key = layers[impl], impl + suffix
+            errors[key] = checked(step(layer, of[0], weights), expected, ranks)
+            by_impl[key], filled = functions_of(layer, of, weights, ranks, options)
+            graphs[key] = filled is not None
+            for results in replays(by_impl[key], filled) if filled else ():
+                errors[key] = max(errors[key], checked(results, expected, ranks))
+                del results
+        del expected, filled
     if options.device != "cpu":
         torch.cuda.empty_cache()
 
-    by_impl, graphs = {}, {}
-    for suffix, of in variants.items():
-        for impl in LOCAL if suffix else layers:
-            layer, key = layers[impl], impl + suffix
-            if hasattr(layer, "backward"):
-                by_impl[key], graphs[key] = composite_functions(layer, of, weights, ranks, options)
-            else:
-                by_impl[key], graphs[key] = eager_functions(layer, of, weights), False
     functions = {(impl, p): f for impl, passes in by_impl.items() for p, f in passes.items()}
     size = 64 if options.device == "cpu" else 8192
     a, b = (torch.randn(size, size, device=options.device, dtype=problem.dtype) for _ in range(2))
@@ -242,26 +182,30 @@ def run(name, tokens, ranks, options):
         if isinstance(layer, Mok):
             layer.workspace.close()
     if ranks.rank == 0:
-        show(name, problem, rows)
+        show_rows(name, problem, rows)
     return rows
 
 
 def make_rows(name, problem, times, clocks, dense_flops, errors, graphs, options):
     for impl, graphed in graphs.items():
-        if graphed:  # its backward alone may be slower than as a part of both
-            rest = [both - f for both, f in zip(times[impl, "both"], times[impl, "forward"], strict=True)]
-            if statistics.median(rest) < statistics.median(times[impl, "backward"]):
-                times[impl, "backward"] = rest
+        if graphed:
+            times[impl, "backward"] = lesser_backward(times, impl)
     dense = dense_flops / statistics.median(times["dense", ""]) / 1e9
     p = problem
     flops = 6.0 * p.tokens * p.hidden * (p.topk * p.inter + p.shared)
-    link_bytes, arriving = p.link_bytes(), p.routes().sum(0).tolist()
+    seeds = range(INPUT_SETS)
+    link_bytes = {once: p.link_bytes(seeds, once) for once in (False, True)}
+    arriving = {
+        local: torch.stack([p.routes(seed, local).sum(0) for seed in seeds]).double().mean(0).tolist()
+        for local in (False, True)
+    }
     rows = []
     for pass_, factor in PASSES.items():
         for impl, graphed in graphs.items():
             t = times[impl, pass_]
             median, low, high = ratio(t, times["mok", pass_])
-            settings = dict(graph=graphed, routing=p.routing, remote=p.remote, rows_arriving=arriving)
+            settings = dict(graph=graphed, routing=p.routing, remote=p.remote)
+            settings["rows_arriving"] = arriving[impl.endswith("_local")]  # at each rank
             if impl.startswith("mok_comm_"):
                 settings["comm_sms"] = int(impl.removeprefix("mok_comm_"))
             row = dict(
@@ -285,31 +229,24 @@ def make_rows(name, problem, times, clocks, dense_flops, errors, graphs, options
                 settings=settings,
             )
             if not impl.endswith("_local"):
-                crossing = link_bytes * (2 if pass_ == "both" else 1)
+                crossing = link_bytes[impl == "deepep_grouped_mm"] * (2 if pass_ == "both" else 1)
                 row |= dict(link_bytes=crossing, link_gb_s=crossing / statistics.median(t) / 1e6)
-            local = times.get((f"{impl.split('_comm_')[0]}_local", pass_))
-            if local and not impl.endswith("_local"):
+            local = times.get((f"{impl}_local", pass_))
+            if local:
                 share, low, high = ratio(local, t)
                 row |= dict(exposed=1 - share, exposed_95=[1 - high, 1 - low])
             rows.append(row)
     return rows
 
 
-def show(name, problem, rows):
-    of = {(r["impl"], r["pass"]): r for r in rows}
-    dense, p = rows[0]["dense_tflops"], problem
+def show_rows(name, problem, rows):
+    def exchange(row):
+        exposed = f", exposed {row['exposed']:.1%}" if "exposed" in row else ""
+        return f", link {row['link_gb_s']:.0f} GB/s{exposed}"
+
+    p = problem
     routing = f"{p.routing}{', all remote' if p.remote else ''}"
-    print(f"{name} {p.tokens} EP {p.ranks} S={p.shared} {routing}, dense {dense:.0f}, SM MHz {rows[0]['sm_mhz']}")
-    for pass_ in PASSES:
-        m = of["mok", pass_]
-        text = f"  {pass_:8s} mok {m['ms_median']:.3f} ms {m['tflops']:.0f} TF {m['tflops'] / dense:.0%}"
-        text += f", link {m['link_gb_s']:.0f} GB/s, exposed {m['exposed']:.1%}"
-        for (impl, q), r in of.items():
-            if q == pass_ and impl != "mok":
-                low, high = r["slower_than_mok_95"]
-                text += f" | {impl} {r['ms_median']:.3f} x{r['slower_than_mok']:.3f} [{low:.3f} {high:.3f}]"
-        print(text)
-    print("  worst error", {impl: f"{r['rel_error']:.1e}" for (impl, q), r in of.items() if q == "both"}, flush=True)
+    show(f"{name} {p.tokens} EP {p.ranks} S={p.shared} {routing}", rows, exchange)
 
 
 def parse_args():
