@@ -6,14 +6,17 @@
 Writes a checkpoint with random weights in the shape of Qwen3-30B-A3B or GLM-4.5-Air, as many layers as asked for, and
 runs the example on it, once an implementation and round, alternating: under `accelerate launch`, and where there are
 several processes, one a GPU and all of them one expert-parallel group, under `torchrun`, which that calls. Tokens a
-second are of the median step after the first five. The losses of the two runs are in the result, step by step.
+second are of the median step after the first five. The losses of the two runs are in the result, step by step. The
+result is written after each run: one that is cut short has what it measured.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -27,6 +30,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3MoeConfig, Qwen
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP = 5  # steps
+GRACE = 40  # seconds; torchrun gives its workers 30 of them to end
 SHAPES = {
     "q30b": (
         Qwen3MoeForCausalLM,
@@ -97,6 +101,29 @@ def write_checkpoint(shape: str, layers: int, folder: Path) -> None:
         torch.cuda.empty_cache()  # the runs are processes of their own on this GPU
 
 
+def launch(command: list[str], environment: dict[str, str], timeout: float, log: Path) -> None:
+    """Runs the command to its end; where it fails or does not end, no process of it stays and its last lines show."""
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+        )
+    try:
+        failed = process.wait(timeout) and f"exit status {process.returncode}"
+    except subprocess.TimeoutExpired:
+        failed = f"not through after {timeout:g} s"
+    finally:
+        if process.returncode is None:  # also when this process is interrupted
+            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its workers, which have sessions of their own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if failed:
+        lines = [line.split("\r")[-1] for line in log.read_bytes().decode(errors="replace").split("\n")]
+        raise SystemExit("\n".join([*lines[-200:], f"{failed}: {' '.join(command)}"]))
+
+
 def train(implementation: str, checkpoint: Path, folder: Path, options: argparse.Namespace) -> list[dict]:
     """The log of one run, a record a step."""
     output = folder / implementation
@@ -115,12 +142,32 @@ def train(implementation: str, checkpoint: Path, folder: Path, options: argparse
     command += ["--implementation", implementation, "--dtype", "bfloat16", "--seq_len", str(options.seq_len)]
     command += ["--per_device_train_batch_size", str(options.batch), "--max_steps", str(options.steps)]
     command += ["--learning_rate", "1e-5", "--lr_scheduler_type", "constant", "--output_dir", str(output)]
-    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=options.timeout, stdout=subprocess.DEVNULL)
+    launch(command, environment, options.timeout, folder / "stderr")
     records = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     patched = json.loads((output / "summary.json").read_text())["layers_patched"]
     assert (patched > 0) == (implementation == "mok"), f"{implementation}: {patched} layers patched"
     shutil.rmtree(output)
     return records
+
+
+def row_of(implementation: str, logs: list[list[dict]], options: argparse.Namespace) -> dict:
+    seconds = [record["seconds"] for log in logs for record in log[WARM_UP:]]
+    tokens = options.batch * options.seq_len
+    return dict(
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+        ep=options.num_processes,
+        shape=options.shape,
+        layers=options.layers,
+        seq_len=options.seq_len,
+        batch=options.batch,
+        impl=implementation,
+        tokens_per_s=tokens * options.num_processes / statistics.median(seconds),
+        tokens_per_s_per_gpu=tokens / statistics.median(seconds),
+        s_median=statistics.median(seconds),
+        s_min=min(seconds),
+        s_max=max(seconds),
+        losses=[record["loss"] for record in logs[0]],
+    )
 
 
 def main() -> None:
@@ -132,9 +179,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2, help="sequences a GPU")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=300)
+    parser.add_argument("--timeout", type=float, default=300, help="seconds a run")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # with the processes it launched
 
     runs: dict[str, list] = {"mok": [], "native": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -143,33 +191,17 @@ def main() -> None:
         for round_ in range(options.rounds):
             for implementation in list(runs)[:: 1 if round_ % 2 == 0 else -1]:
                 runs[implementation].append(train(implementation, checkpoint, Path(folder), options))
-    tokens = options.batch * options.seq_len
-    rows = []
-    for implementation, logs in runs.items():
-        seconds = [record["seconds"] for log in logs for record in log[WARM_UP:]]
-        rows.append(
-            dict(
-                device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
-                ep=options.num_processes,
-                shape=options.shape,
-                layers=options.layers,
-                seq_len=options.seq_len,
-                batch=options.batch,
-                impl=implementation,
-                tokens_per_s=tokens * options.num_processes / statistics.median(seconds),
-                tokens_per_s_per_gpu=tokens / statistics.median(seconds),
-                s_median=statistics.median(seconds),
-                s_min=min(seconds),
-                s_max=max(seconds),
-                losses=[record["loss"] for record in logs[0]],
-            )
-        )
-        row = rows[-1]
-        print(f"{implementation}: {row['tokens_per_s_per_gpu']:.0f} tokens/s a GPU, loss {row['losses'][-1]:.4f}")
-    apart = max(abs(a - b) / b for a, b in zip(rows[0]["losses"], rows[1]["losses"], strict=True))
-    rows[0]["loss_difference"] = apart
-    print(f"mok / native {rows[0]['tokens_per_s'] / rows[1]['tokens_per_s']:.3f}, losses at most {apart:.1e} apart")
-    save(options.out, rows, transformers)
+                rows = {impl: row_of(impl, logs, options) for impl, logs in runs.items() if logs}
+                row = rows[implementation]
+                speed = f"{row['tokens_per_s_per_gpu']:.0f} tokens/s a GPU"
+                print(f"{implementation}: {speed}, loss {row['losses'][-1]:.4f}", flush=True)
+                if len(rows) == 2:
+                    ours, native = rows.values()
+                    pairs = zip(ours["losses"], native["losses"], strict=True)
+                    ours["loss_difference"] = max(abs(a - b) / b for a, b in pairs)
+                save(options.out, list(rows.values()), transformers)
+    faster = ours["tokens_per_s"] / native["tokens_per_s"]
+    print(f"mok / native {faster:.3f}, losses at most {ours['loss_difference']:.1e} apart")
 
 
 if __name__ == "__main__":
