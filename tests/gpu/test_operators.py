@@ -82,24 +82,31 @@ def test_calls_on_several_streams_share_one_workspace():
             assert_equal(g, w)
 
 
-def test_the_stream_of_backward_waits_for_buffers():
-    """Only the experts are trained: no gradient reaches a leaf that autograd would wait for."""
-    problem, own = Problem([4000], shared_width=0, hidden=1024, intermediate=1024), workspace()
-    p, stream, results = problem.parts, torch.cuda.Stream(), []
+def test_what_reads_the_buffers_waits_for_them():
+    """The parameters' nodes are of another stream than the layer, as where DDP was made on one; their hooks, and the
+    stream of backward(), read the buffers."""
+    problem, own = Problem([300], shared_width=0), workspace()
+    p, stream, other, results = problem.parts, torch.cuda.Stream(), torch.cuda.Stream(), []
     for fuse in (False, True):
-        weights = [p[n].clone().requires_grad_() for n in ("gate_up", "down")]
-        for _ in range(2):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                out = load().moe(
-                    p["x"], problem.ids, p["weights"], *weights, workspace=own, fuse_wgrad_accumulation=fuse
-                )
-            torch.cuda.current_stream().wait_stream(stream)
-            out.backward(problem.dout)
-            results.append([weight.grad.clone() for weight in weights])
+        weights = {n: p[n].clone().requires_grad_() for n in ("gate_up", "down")}
+        nodes, seen = [], {}
+        for n, weight in weights.items():
+            weight.grad = torch.zeros_like(weight)
+            with torch.cuda.stream(other if fuse else stream):
+                nodes.append(torch.autograd.graph.get_gradient_edge(weight).node)
+            nodes[-1].register_hook(lambda *_, n=n, weight=weight, seen=seen: seen.update({n: weight.grad.clone()}))
         torch.cuda.synchronize()
-    for want, got in zip(results[1], results[3], strict=True):
-        assert torch.equal(want, got)
+        with torch.cuda.stream(stream):
+            out = load().moe(
+                p["x"], problem.ids, p["weights"], *weights.values(), workspace=own, fuse_wgrad_accumulation=fuse
+            )
+            torch.cuda._sleep(10**8)  # about 50 ms, which the backward is behind
+        out.backward(problem.dout)
+        results.append({n: weight.grad.clone() for n, weight in weights.items()})
+        torch.cuda.synchronize()
+        assert_equal(seen, results[0])
+    assert results[0]["down"].any()
+    assert_equal(results[1], results[0])
 
 
 def test_no_host_sync():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from tests.kernel.layers import Problem, assert_equal, backend, in_ranks, load, randint, workspace
@@ -28,6 +29,14 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
 
     monkeypatch.setattr(module, "added", record)
     yield buffers
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """torch.distributed with one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def problems(count: int = 3, dtype: torch.dtype | None = None) -> list[Problem]:
@@ -174,11 +183,18 @@ def test_hooks_see_gradients(register: str, added: list) -> None:
     assert len(added) == 1 and added[0] is leaves["gate_up"].grad
 
 
+class OtherTensor(torch.Tensor):
+    pass
+
+
 UNFIT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "strides": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
     "alignment": lambda t: torch.zeros(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view_as(t).copy_(t),
     "shape": lambda t: t.flatten(),
     "dtype": lambda t: t.double(),
+    "type": lambda t: t.clone().as_subclass(OtherTensor),
+    "device": lambda t: t.to("meta"),
+    "requires_grad": lambda t: t.clone().requires_grad_(),
 }
 
 
@@ -196,31 +212,105 @@ def test_a_buffer_that_does_not_fit_is_left_to_autograd(why: str, added: list) -
     assert_equal({n: leaf.grad for n, leaf in leaves.items()}, {n: leaf.grad for n, leaf in want.items()})
 
 
-def test_megatrons_flag_says_that_main_grad_has_it(added: list) -> None:
+def test_megatrons_flag_says_that_main_grad_has_it(added: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing else: not that a backward failed, or returned the gradient."""
     [problem] = problems(1)
     leaves = leaves_of(problem)
+    nodes, seen = [], []
     for leaf in leaves.values():
         leaf.main_grad, leaf.grad_added_to_main_grad = torch.zeros_like(leaf, dtype=torch.float32), False
+        nodes.append(torch.autograd.graph.get_gradient_edge(leaf).node)  # they live on, as Megatron has it
+        nodes[-1].register_hook(lambda *_, leaf=leaf: seen.append(leaf.grad_added_to_main_grad))
+
+    def backward() -> None:
+        out, dout = call(problem, leaves, True)
+        out.backward(dout)
+
+    def flags() -> list[bool]:
+        return [leaf.grad_added_to_main_grad for leaf in leaves.values()]
+
+    backward()
+    assert len(added) == 2 and all(flags()) and seen == [True, True]
+    assert all(leaf.grad is None and leaf.main_grad.any() for leaf in leaves.values())
+
+    def fails(_: Any) -> None:
+        raise RuntimeError("not launched")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="not launched"):
+        patch.setattr(sys.modules[f"{load().__name__}.accumulate"], "added", fails)
+        backward()
+    assert not any(flags())
+    for leaf in leaves.values():
+        leaf.register_hook(lambda gradient: None)
+    backward()
+    assert not any(flags()) and all(leaf.grad is not None for leaf in leaves.values())
+
+
+def test_autograd_sees_that_a_buffer_changed() -> None:
+    [problem] = problems(1)
+    leaves, _ = with_grads(problem)
+    used = (leaves["down"].grad * torch.ones_like(leaves["down"], requires_grad=True)).sum()
     out, dout = call(problem, leaves, True)
     out.backward(dout)
-    assert len(added) == 2
-    assert all(leaf.grad_added_to_main_grad and leaf.grad is None and leaf.main_grad.any() for leaf in leaves.values())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        used.backward()
 
 
-def test_a_weight_computed_from_a_parameter(added: list) -> None:
+class Doubled(torch.autograd.Function):
+    """Its node has a `variable`, as the node of a parameter has."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.variable = tensor
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+@pytest.mark.parametrize("compute", [lambda leaf: leaf * 1.5, Doubled.apply], ids=["product", "function"])
+def test_a_weight_computed_from_a_parameter(compute: Any, added: list) -> None:
     [problem], results = problems(1), []
     for fuse in (False, True):
         leaves, _ = with_grads(problem)
-        out, dout = call(problem, {n: leaf * 1.5 for n, leaf in leaves.items()}, fuse)
+        out, dout = call(problem, {n: compute(leaf) for n, leaf in leaves.items()}, fuse)
         out.backward(dout)
         results.append({n: leaf.grad for n, leaf in leaves.items()})
     assert_equal(results[1], results[0])
     assert not added
 
 
-def test_reductions_behind_the_parameter(added: list) -> None:
+@pytest.mark.parametrize(
+    ("weight", "asked", "buffer", "adds"),
+    [
+        ("shard", None, "shard", True),
+        ("shard", "shard", "shard", True),
+        ("replicate", "partial", "replicate", False),
+        ("shard", None, "replicate", False),
+    ],
+)
+def test_placements(weight: str, asked: str | None, buffer: str, adds: bool, added: list, group: None) -> None:
+    """A buffer that is placed in another way than the gradient takes a collective, which is autograd's."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    places = {"shard": [Shard(0)], "replicate": [Replicate()], "partial": [Partial()]}
+    [problem], mesh, results = problems(1), init_device_mesh("cpu", (1,)), []
+    for fuse in (False, True):
+        plain, grads = with_grads(problem)
+        leaves = {n: torch.nn.Parameter(distribute_tensor(t.detach(), mesh, places[weight])) for n, t in plain.items()}
+        for n, leaf in leaves.items():
+            leaf.grad = distribute_tensor(grads[n], mesh, places[buffer])
+        local = {n: leaf.to_local(grad_placements=asked and places[asked]) for n, leaf in leaves.items()}
+        out, dout = call(problem, local, fuse)
+        out.backward(dout)
+        results.append({n: leaf.grad.full_tensor() for n, leaf in leaves.items()})
+    assert_equal(results[1], results[0])
+    assert len(added) == 2 * adds
+
+
+def test_reductions_behind_the_parameter(added: list, group: None) -> None:
     """DDP reduces what the buffers hold after the backward; a DTensor's local buffer is the buffer."""
-    import torch.distributed as dist
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     class Layer(torch.nn.Module):
@@ -238,29 +328,25 @@ def test_reductions_behind_the_parameter(added: list) -> None:
         return future
 
     steps = problems()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        results = []
-        for fuse in (False, True):
-            model = torch.nn.parallel.DistributedDataParallel(Layer(steps[0]))
-            model.register_comm_hook(None, doubled)
-            for problem in steps[:2]:
-                with model.no_sync():
-                    model(problem, fuse).backward(problem.dout)
-            model(steps[2], fuse).backward(steps[2].dout)
-            results.append({n: getattr(model.module, n).grad for n in WEIGHTS})
-        assert_equal(results[1], results[0])
-        assert len(added) == 4
+    results = []
+    for fuse in (False, True):
+        model = torch.nn.parallel.DistributedDataParallel(Layer(steps[0]))
+        model.register_comm_hook(None, doubled)
+        for problem in steps[:2]:
+            with model.no_sync():
+                model(problem, fuse).backward(problem.dout)
+        model(steps[2], fuse).backward(steps[2].dout)
+        results.append({n: getattr(model.module, n).grad for n in WEIGHTS})
+    assert_equal(results[1], results[0])
+    assert len(added) == 4
 
-        mesh, results = init_device_mesh("cpu", (1,)), []
-        for fuse in (False, True):
-            leaves = {n: distribute_tensor(t.detach(), mesh, [Shard(0)]) for n, t in leaves_of(steps[0]).items()}
-            leaves = {n: torch.nn.Parameter(leaf) for n, leaf in leaves.items()}
-            for problem in steps:
-                out, dout = call(problem, {n: leaf.to_local() for n, leaf in leaves.items()}, fuse)
-                out.backward(dout)
-            results.append({n: leaf.grad.to_local() for n, leaf in leaves.items()})
-        assert_equal(results[1], results[0])
-        assert len(added) == 8
-    finally:
-        dist.destroy_process_group()
+    mesh, results = init_device_mesh("cpu", (1,)), []
+    for fuse in (False, True):
+        leaves = {n: distribute_tensor(t.detach(), mesh, [Shard(0)]) for n, t in leaves_of(steps[0]).items()}
+        leaves = {n: torch.nn.Parameter(leaf) for n, leaf in leaves.items()}
+        for problem in steps:
+            out, dout = call(problem, {n: leaf.to_local() for n, leaf in leaves.items()}, fuse)
+            out.backward(dout)
+        results.append({n: leaf.grad.to_local() for n, leaf in leaves.items()})
+    assert_equal(results[1], results[0])
+    assert len(added) == 8
