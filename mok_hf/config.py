@@ -16,7 +16,8 @@ class MoKConfig:
     """How one model's fused MoE layers run. Every field is ``None`` = automatic.
 
     None of them changes a result: the bits of outputs and gradients are the same for every minibatch, macrobatch
-    and communication setting.
+    and communication setting. ``fuse_wgrad_accumulation`` has two exceptions (docs/training.md): weights with
+    several uses in one backward, and -0.0.
 
     Args:
         minibatch_size: rows dispatched per step, in routed rows, a multiple of 128 (paper, section 3.2).
@@ -34,7 +35,7 @@ class MoKConfig:
         fuse_wgrad_accumulation: ``True`` makes the backward add the gradients of the experts' weights to ``main_grad``
             or ``grad`` of the parameter where there is one already, instead of writing a second copy that autograd
             adds: less memory and time in all but the first micro-step of gradient accumulation. Parameters with hooks
-            get their gradients as ever.
+            get their gradients as ever. Not with Megatron-LM's ``overlap_grad_reduce``.
 
     Raises:
         ValueError: a value the kernel could not serve, naming the value, the limit and the nearest valid choice.
@@ -66,8 +67,8 @@ class MoKConfig:
             raise ValueError(f"precision={self.precision!r} is not one of {', '.join(PRECISIONS)}.")
         if self.timeout_s is not None and not 0 < self.timeout_s < 1e9:
             raise ValueError(f"timeout_s={self.timeout_s!r} must be a number of seconds > 0, or None for the default.")
-        if self.fuse_wgrad_accumulation not in (None, True, False):
-            value = self.fuse_wgrad_accumulation
+        value = self.fuse_wgrad_accumulation
+        if value is not None and not isinstance(value, bool):
             raise ValueError(f"fuse_wgrad_accumulation={value!r} must be True or False, or None for False.")
 
     def kernel_keywords(self) -> dict[str, Any]:
