@@ -7,6 +7,7 @@ from tests.kernel.test_accumulate import (  # noqa: F401
     test_a_buffer_that_does_not_fit_is_left_to_autograd,
     test_a_graph_that_is_kept_adds_twice,
     test_a_weight_computed_from_a_parameter,
+    test_autograd_sees_that_a_buffer_changed,
     test_bits_are_those_of_adding_afterwards,
     test_checkpointed,
     test_hooks_see_gradients,

@@ -36,6 +36,7 @@ def test_set_fields_are_the_keywords():
         ({"precision": "fp16"}, r"precision='fp16' is not one of auto, fp32, bf16"),
         ({"timeout_s": 0}, r"timeout_s=0 must be a number of seconds > 0"),
         ({"fuse_wgrad_accumulation": "grad"}, r"fuse_wgrad_accumulation='grad' must be True or False"),
+        ({"fuse_wgrad_accumulation": 1}, r"fuse_wgrad_accumulation=1 must be True or False"),
     ],
 )
 def test_invalid_values_are_named(values, words):
