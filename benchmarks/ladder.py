@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from driver import DOWN_ONLY, GATE_UP_ONLY, Group, Settings, make_routes, make_weights, relative_error
 from shapes import SHAPES
-from timing import blocks, preheat, ratio, save
+from timing import blocks, figures, preheat, ratio, save
 
 
 def check(group, args, weights, ids, rows):
@@ -82,10 +82,7 @@ def run(name, tokens, rounds):
                     **{"pass": "forward"},
                     what=label,
                     impl=impl,
-                    ms_median=statistics.median(t),
-                    ms_min=min(t),
-                    ms_max=max(t),
-                    tflops=flops / statistics.median(t) / 1e9,
+                    **figures(t, flops),
                     dense_tflops=dense,
                     rel_error=errors[label] if impl == "mok" else None,
                     torch_over_mok=[median, low, high],

@@ -29,6 +29,7 @@ from passes import (
     INPUT_SETS,
     PASSES,
     Mok,
+    compared,
     eager_functions,
     graph_functions,
     leaves,
@@ -39,7 +40,7 @@ from passes import (
     worst_error,
 )
 from shapes import SHAPES
-from timing import blocks, preheat, ratio, save
+from timing import blocks, preheat, save
 
 TOLERANCE = 1e-2
 
@@ -155,10 +156,8 @@ def run(name, tokens, shared, rings, rounds, block_ms):
     dense = 2 * 8192**3 / statistics.median(times["dense", ""]) / 1e9
     forward_flops = 6.0 * tokens * d * (k * i + width)
     rows = []
-    for p, factor in PASSES.items():
+    for p in PASSES:
         for impl in by_pass:
-            t = times[impl, p]
-            median, low, high = ratio(t, times["mok", p])
             rows.append(
                 dict(
                     device=torch.cuda.get_device_name(),
@@ -166,18 +165,9 @@ def run(name, tokens, shared, rings, rounds, block_ms):
                     shape=name,
                     tokens=tokens,
                     shared_inter=width,
-                    **{"pass": p},
-                    impl=impl,
-                    ms_median=statistics.median(t),
-                    ms_min=min(t),
-                    ms_max=max(t),
-                    tflops=factor * forward_flops / statistics.median(t) / 1e9,
-                    dense_tflops=dense,
-                    rel_error=errors[impl],
+                    **compared(times, impl, p, forward_flops, dense, errors),
                     **{f"{what}_mib": num / 2**20 for what, num in memory[impl].items()},
                     sm_mhz=clocks[impl, p],
-                    slower_than_mok=median,
-                    slower_than_mok_95=[low, high],
                     settings=dict(graph=impl == "composite"),
                 )
             )

@@ -36,6 +36,7 @@ from passes import (
     INPUT_SETS,
     PASSES,
     Mok,
+    compared,
     eager_functions,
     graph_functions,
     lesser_backward,
@@ -200,10 +201,8 @@ def make_rows(name, problem, times, clocks, dense_flops, errors, graphs, options
         for local in (False, True)
     }
     rows = []
-    for pass_, factor in PASSES.items():
+    for pass_ in PASSES:
         for impl, graphed in graphs.items():
-            t = times[impl, pass_]
-            median, low, high = ratio(t, times["mok", pass_])
             settings = dict(graph=graphed, routing=p.routing, remote=p.remote)
             settings["rows_arriving"] = arriving[impl.endswith("_local")]  # at each rank
             if impl.startswith("mok_comm_"):
@@ -215,25 +214,16 @@ def make_rows(name, problem, times, clocks, dense_flops, errors, graphs, options
                 tokens=p.tokens,
                 experts_per_rank=p.experts,
                 shared_inter=p.shared,
-                **{"pass": pass_},
-                impl=impl,
-                ms_median=statistics.median(t),
-                ms_min=min(t),
-                ms_max=max(t),
-                tflops=factor * flops / statistics.median(t) / 1e9,
-                dense_tflops=dense,
-                rel_error=errors[impl],
+                **compared(times, impl, pass_, flops, dense, errors),
                 sm_mhz=[clock[impl, pass_] for clock in clocks],
-                slower_than_mok=median,
-                slower_than_mok_95=[low, high],
                 settings=settings,
             )
             if not impl.endswith("_local"):
                 crossing = link_bytes[impl == "deepep_grouped_mm"] * (2 if pass_ == "both" else 1)
-                row |= dict(link_bytes=crossing, link_gb_s=crossing / statistics.median(t) / 1e6)
+                row |= dict(link_bytes=crossing, link_gb_s=crossing / row["ms_median"] / 1e6)
             local = times.get((f"{impl}_local", pass_))
             if local:
-                share, low, high = ratio(local, t)
+                share, low, high = ratio(local, times[impl, pass_])
                 row |= dict(exposed=1 - share, exposed_95=[1 - high, 1 - low])
             rows.append(row)
     return rows

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 from driver import relative_error
-from timing import graph
+from timing import figures, graph, ratio
 
 from mok_hf import kernel
 
@@ -116,6 +116,20 @@ def lesser_backward(times, impl):
     """A graph's backward: its own blocks, or both less forward, as alone it may be slower than as a part of both."""
     rest = [both - forward for both, forward in zip(times[impl, "both"], times[impl, "forward"], strict=True)]
     return min(times[impl, "backward"], rest, key=statistics.median)
+
+
+def compared(times, impl, name, flops, dense, errors):
+    """What a result's row says of pass `name`: figures, errors, and the time over ours. `flops` of a forward."""
+    median, low, high = ratio(times[impl, name], times["mok", name])
+    return dict(
+        **{"pass": name},
+        impl=impl,
+        **figures(times[impl, name], PASSES[name] * flops),
+        dense_tflops=dense,
+        rel_error=errors[impl],
+        slower_than_mok=median,
+        slower_than_mok_95=[low, high],
+    )
 
 
 def show(title, rows, beside=lambda row: ""):

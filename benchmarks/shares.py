@@ -21,7 +21,7 @@ from driver import TILE, Group, Settings, make_routes, make_weights, relative_er
 from layer import TOLERANCE
 from passes import Mok
 from shapes import SHAPES
-from timing import blocks, graph, preheat, ratio, save
+from timing import blocks, figures, graph, preheat, ratio, save
 
 SMALL = (1, 4, 16, 64, 256)
 KERNELS = (
@@ -185,11 +185,8 @@ def virtual(name, tokens, rounds):
             shape=name,
             tokens=tokens,
             impl=label,
-            ms_median=statistics.median(t),
-            ms_min=min(t),
-            ms_max=max(t),
+            **figures(t, 2 * 6.0 * tokens * k * s["hidden"] * s["inter"]),
             kernel_us=kernels[label],
-            tflops=2 * 6.0 * tokens * k * s["hidden"] * s["inter"] / statistics.median(t) / 1e9,
             tiles_per_rank=next(iter(tiles)),
             minibatch_tiles=lag,
             two_ranks_over_this=list(cost.get(label, (1.0, 1.0, 1.0))),

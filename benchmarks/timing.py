@@ -94,6 +94,12 @@ def ratio(base, ours):
     return statistics.median(r), r[max(0, k - 1)], r[min(n - 1, n - k)]
 
 
+def figures(times, flops):
+    """What a result's row says of a function's blocks, in ms a call; `flops` of a call."""
+    median = statistics.median(times)
+    return dict(ms_median=median, ms_min=min(times), ms_max=max(times), tflops=flops / median / 1e9)
+
+
 def graph(function, pool=None):
     """A CUDA graph of the function and its result, in `pool` if given.
 
