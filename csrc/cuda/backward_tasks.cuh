@@ -13,8 +13,8 @@
 //   replay(t)      rows of t landed
 //   dgrad_down(t)  rows of t landed; replay(t); dgrad_up(t - window) has read the slot of d_gate_up
 //   dgrad_up(t)    dgrad_down(t)
-//   wgrad(e, m)    dgrad_down of e's tiles in m, and of no others: those of m + 1 may come first; e's earlier rounds, whose carry it goes on from; for the first store into the one carry, the
-//                  expert that used it before
+//   wgrad(e, m)    dgrad_down of e's tiles in m, and of no others: those of m + 1 may come first; e's earlier rounds, whose carry it goes on
+//                  from; for the first store into the one carry, the expert that used it before
 #pragma once
 #include "tasks.cuh"
 
@@ -53,6 +53,11 @@ struct alignas(16) BackwardTask {
   MOK_HD int tile() const { return first_tile; }
   MOK_HD int column() const { return place & 0xffff; }
   MOK_HD int row() const { return static_cast<int>(place >> 16); }
+  // As Task's. Of a weight gradient both CTAs sum over the same tiles, and it is the row that differs.
+  MOK_HD int tile_of(uint32_t cta) const { return tile() + (two() && !is_wgrad(kind()) ? static_cast<int>(cta) : 0); }
+  MOK_HD int column_of(uint32_t cta) const { return column() + (two() ? 0 : static_cast<int>(cta)); }
+  MOK_HD bool short_of(uint32_t cta) const { return is_short() && !is_wgrad(kind()) && (!two() || cta == 1); }
+  MOK_HD int row_of(uint32_t cta) const { return row() + static_cast<int>(cta); }
 };
 
 // Output tiles of a weight gradient: pairs of 128 rows, and 256 columns. No tasks where it is not wanted. Walked in bands of eight pairs, column

@@ -48,14 +48,19 @@ MOK_HD int64_t chunks_per_rank(const MokForwardArgs& a) {
   return n > 0 ? n : 1;
 }
 
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&value, attribute, device);
+  return value;
+}
+
 // The lag between gate+up and down. Automatic: two waves of gate+up tasks over the clusters that compute (paper, section 3.2), so that down finds
 // its rows written and the weights of a wave are still in the L2 for the next.
 inline Lag lag_of(const MokForwardArgs& a) {
   int minibatch = a.minibatch_tiles;
   if (minibatch <= 0) {
-    int device = 0, sms = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    int sms = device_attribute(cudaDevAttrMultiProcessorCount);
     if (a.sm_limit > 0 && a.sm_limit < sms) sms = a.sm_limit;
     sms = max_of(sms - a.comm_sms, 2);
     const int columns = static_cast<int>(ceil_div(a.inter, kGateUpColumns));
@@ -67,10 +72,7 @@ inline Lag lag_of(const MokForwardArgs& a) {
 // Gate and up of one expert take at most half of the L2. Measured (by unit / by column): forward 1.07 times as fast at q30b, 1.01 at air and qwen;
 // backward 1.05, 1.03 and 1.02, but 0.99 at kimi, whose matrices are twice the L2.
 inline bool walks_by_unit(int64_t hidden, int64_t inter) {
-  int device = 0, l2 = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, device);
-  return 4 * hidden * inter <= l2 / 2;
+  return 4 * hidden * inter <= device_attribute(cudaDevAttrL2CacheSize) / 2;
 }
 
 // schedule: header | tile_prefix [L + 1] | unit_prefix [L + 1] | pair_prefix [L + 1] | counts [L] | first_unit [T + 2] (unit, pairs before it) | rows [128 T] | tasks

@@ -46,6 +46,10 @@ struct Task {
   MOK_HD int expert() const { return bits >> 16 & 0xffff; }
   MOK_HD int tile() const { return bits >> 32 & 0x3fffffff; }
   MOK_HD bool is_short() const { return bits >> 62 & 1; }
+  // What a CTA of the cluster has of it: its tile, its column, and whether its tile is the short one.
+  MOK_HD int tile_of(uint32_t cta) const { return tile() + (two() ? static_cast<int>(cta) : 0); }
+  MOK_HD int column_of(uint32_t cta) const { return column() + (two() ? 0 : static_cast<int>(cta)); }
+  MOK_HD bool short_of(uint32_t cta) const { return is_short() && (!two() || cta == 1); }
 };
 
 // Tasks of a group of `pairs` pairs and `singles` singles over `columns` column tiles.

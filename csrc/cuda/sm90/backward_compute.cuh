@@ -12,7 +12,7 @@ struct Sum {
   int columns = 0, left = 0;  // of the matrix, and from the first one on
 
   __device__ __forceinline__ Sum(const BackwardParams& p, const BackwardTask& task, uint32_t kind, int row, int column) {
-    float* base = kind == kWgradGateUp ? p.gate_up_sum : (kind == kWgradDown ? p.down_sum : nullptr);
+    float* base = p.sum_of(kind);
     const int rows = kind == kWgradGateUp ? 2 * p.inter : p.hidden;
     columns = kind == kWgradGateUp ? p.hidden : p.inter, left = columns - column;
     if (base != nullptr && task.last() && row < rows) first = base + (static_cast<int64_t>(task.expert()) * rows + row) * columns + column;
@@ -79,18 +79,18 @@ __device__ __forceinline__ void compute_backward_tiles(const BackwardParams& p, 
     if (any_of_group(task.is_end(), group)) break;
     const Product product(p, task);
     const bool wgrad = product.wgrad, shared = product.shared;
-    const int tile = task.tile() + (task.two() && !wgrad ? cta : 0);
-    const int column = (task.column() + (task.two() ? 0 : cta)) * (product.kind == kReplay ? kGateUpColumns : kWideColumns);
-    const bool idle = group == 1 && task.is_short() && !wgrad && (!task.two() || cta == 1);
+    const int tile = task.tile_of(cta);
+    const int column = task.column_of(cta) * (product.kind == kReplay ? kGateUpColumns : kWideColumns);
+    const bool idle = group == 1 && task.short_of(cta);
     float4* carry = nullptr;
 
-    const int output_row = (task.row() + static_cast<int>(cta)) * kBlockM + in_tile;  // of a weight gradient
+    const int output_row = task.row_of(cta) * kBlockM + in_tile;  // of a weight gradient
     if (wgrad) {
       Sum(p, task, product.kind, output_row, column).prefetch();
       const bool of_gate_up = product.kind == kWgradGateUp;
       if (!task.first() || !task.last())
         carry = carry_of(of_gate_up ? p.carry_gate_up : p.carry_down,
-                         (task.row() + cta) * (of_gate_up ? p.plan.gate_up.columns : p.plan.down.columns) + task.column());
+                         task.row_of(cta) * (of_gate_up ? p.plan.gate_up.columns : p.plan.down.columns) + task.column());
       if (task.first()) {
         multiply<1, 1>(acc, product.blocks, false, smem, group, empty_bar, stage, watch);
       } else {
@@ -134,11 +134,10 @@ __device__ __forceinline__ void compute_backward_tiles(const BackwardParams& p, 
     }
     handover.wait_free(smem, watch);
     if (wgrad) {
-      const bool to_sum = product.kind == kWgradGateUp ? p.gate_up_sum != nullptr : product.kind == kWgradDown && p.down_sum != nullptr;
       if (!task.last()) {
         store_carry(acc, carry);
         handover.send(smem, in_tile, borrowed);
-      } else if (to_sum) {
+      } else if (p.sum_of(product.kind) != nullptr) {
         Sum(p, task, product.kind, output_row, column).add(acc);
         handover.send(smem, in_tile, borrowed);
       } else {

@@ -82,8 +82,8 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
     const Product product(p, task);
     const uint32_t kind = product.kind;
     const bool two = task.two(), shared = product.shared;
-    const int tile = task.tile() + (two && !product.wgrad ? cta : 0);
-    const int column = (task.column() + (two ? 0 : cta)) * (kind == kReplay ? kGateUpColumns : kWideColumns);
+    const int tile = task.tile_of(cta);
+    const int column = task.column_of(cta) * (kind == kReplay ? kGateUpColumns : kWideColumns);
     const int row = (shared ? tile : p.slot(tile)) * kBlockM;  // of the row tile, in the window or among this rank's tokens
     dawdle();
     if (!wait_inputs(p, task, tile, dx, watch)) break;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
 
     if (product.wgrad) {
       // The tiles of a macrobatch lie one behind the other in the window, and its first rows in the ring.
-      const int output_row = (task.row() + static_cast<int>(cta)) * kBlockM + (kind == kSharedWgradUp ? p.shared_inter : 0);
+      const int output_row = task.row_of(cta) * kBlockM + (kind == kSharedWgradUp ? p.shared_inter : 0);
       const CUtensorMap *a_map, *b_map;
       int b_row = row;
       switch (kind) {

@@ -58,6 +58,9 @@ struct alignas(128) BackwardParams {
     for (int r = 0; r < ranks; ++r) any = any || peer_tokens[r][1] != 0;
     return any;
   }
+  __device__ __forceinline__ float* sum_of(uint32_t kind) const {
+    return kind == kWgradGateUp ? gate_up_sum : (kind == kWgradDown ? down_sum : nullptr);
+  }
   __device__ __forceinline__ bool replays(int tile) const { return tile / plan.window * plan.window >= plan.saved; }
   __device__ __forceinline__ int slot(int tile) const { return tile % plan.window; }
   __device__ __forceinline__ uint32_t wgrad_arrivals() const { return 2 * plan.wgrad_tasks(); }

@@ -32,13 +32,13 @@ template <class Multiplied>
 __device__ __forceinline__ bool push_weight_gradient(Outbox& box, const BackwardParams& p, const BackwardTask& task, int row, Multiplied multiplied) {
   const uint32_t stage = box.take(multiplied);
   if (stage == kStages) return false;
-  if (threadIdx.x % 32 == 0 && task.last()) {
+  if (threadIdx.x % 32 == 0 && task.last() && p.sum_of(task.kind()) == nullptr) {
     const CUtensorMap* to = nullptr;
     bool add = false;
     int rows = 0, columns = p.hidden;
     switch (task.kind()) {
-      case kWgradGateUp: to = &p.d_gate_up_proj_out, rows = p.gate_up_sum == nullptr ? 2 * p.inter : 0, add = p.adds_gate_up != 0; break;
-      case kWgradDown: to = &p.d_down_proj_out, rows = p.down_sum == nullptr ? p.hidden : 0, columns = p.inter, add = p.adds_down != 0; break;
+      case kWgradGateUp: to = &p.d_gate_up_proj_out, rows = 2 * p.inter, add = p.adds_gate_up != 0; break;
+      case kWgradDown: to = &p.d_down_proj_out, rows = p.hidden, columns = p.inter, add = p.adds_down != 0; break;
       case kSharedWgradGate: to = &p.d_shared_gate_out, rows = p.shared_inter; break;
       case kSharedWgradUp: to = &p.d_shared_up_out, rows = p.shared_inter; break;
       default: to = &p.d_shared_down_out, rows = p.hidden, columns = p.shared_inter; break;
@@ -74,8 +74,8 @@ __device__ __forceinline__ void push_tiles(const BackwardParams& p, uint32_t sme
     at.advance();
     const Product product(p, task);
     const bool shared = product.shared, replay = product.kind == kReplay, of_hidden = replay || product.gradient_of_hidden;
-    const int tile = task.tile() + (task.two() && !product.wgrad ? cta : 0);
-    const int column = (task.column() + (task.two() ? 0 : cta)) * (replay ? kGateUpColumns : kWideColumns);
+    const int tile = task.tile_of(cta);
+    const int column = task.column_of(cta) * (replay ? kGateUpColumns : kWideColumns);
     const int width = of_hidden ? (shared ? p.shared_inter : p.inter) : p.hidden;
     const int row = (shared ? tile : p.slot(tile)) * kBlockM;
     const ColumnStamp written{p.stamps, replay ? kStampReplayed : kStampComputed, tile, column / (replay ? kGateUpColumns : kWideColumns),
@@ -85,7 +85,7 @@ __device__ __forceinline__ void push_tiles(const BackwardParams& p, uint32_t sme
       written.begin();
     };
     if (product.wgrad) {
-      more = push_weight_gradient(box, p, task, (task.row() + static_cast<int>(cta)) * kBlockM, multiplied);
+      more = push_weight_gradient(box, p, task, task.row_of(cta) * kBlockM, multiplied);
       if (more && !shared) box.count(written, p.wgrad_done + task.expert());
       continue;
     }
@@ -96,7 +96,7 @@ __device__ __forceinline__ void push_tiles(const BackwardParams& p, uint32_t sme
     } else if (product.gradient_of_hidden) {
       more = push_hidden_gradient(box, shared ? &p.shared_d_gate_up_out : &p.window_d_gate_up_out,
                                   shared ? &p.shared_weighted_h_out : &p.window_weighted_h_out, column, width, row,
-                                  task.is_short() && (!task.two() || cta == 1), multiplied);
+                                  task.short_of(cta), multiplied);
       if (!more) break;
       if (shared) {
         box.count(written, p.shared_ready + tile, p.shared_ready + ceil_div(p.tokens, kBlockM));

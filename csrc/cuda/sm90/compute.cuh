@@ -73,10 +73,10 @@ __device__ __forceinline__ void compute_tiles(const ForwardParams& p, uint32_t s
     if (any_of_group(task.is_end(), group)) break;
     const uint32_t kind = task.kind();
     const bool shared = kind >= kTaskSharedGateUp, gate_up = kind == kTaskGateUp || kind == kTaskSharedGateUp;
-    const int column = (task.column() + (task.two() ? 0 : cta)) * (gate_up ? kGateUpColumns : kDownColumns);
+    const int column = task.column_of(cta) * (gate_up ? kGateUpColumns : kDownColumns);
     const int inter = shared ? p.shared_inter : p.inter;
 
-    const bool idle = group == 1 && task.is_short() && (!task.two() || cta == 1);
+    const bool idle = group == 1 && task.short_of(cta);
     multiply(acc, (gate_up ? p.hidden : inter) / kBlockK, idle, smem, group, empty_bar, stage, watch);
     if (thread == 0) ptx::mbarrier_arrive_cluster(task_empty + 8 * at.slot);
     at.advance();

@@ -74,8 +74,8 @@ __device__ __forceinline__ void load_operands(const ForwardParams& p, uint32_t s
     const uint32_t kind = task.kind();
     const bool shared = kind >= kTaskSharedGateUp, gate_up = kind == kTaskGateUp || kind == kTaskSharedGateUp;
     const bool two = task.two();
-    const int tile = task.tile() + (two ? cta : 0);
-    const int column = task.column() + (two ? 0 : cta);
+    const int tile = task.tile_of(cta);
+    const int column = task.column_of(cta);
     const int row = (shared ? tile : tile % p.ring_tiles) * kBlockM;
     const CUtensorMap* rows = shared ? (gate_up ? p.local_x : p.shared_h) : (gate_up ? p.ring_x : p.ring_h);
     // The two halves of the weight tile: gate and up rows, or the lower and the upper 128 output columns.

@@ -111,8 +111,8 @@ __device__ __forceinline__ void push_tiles(const ForwardParams& p, uint32_t smem
     at.advance();
     const uint32_t kind = task.kind();
     const bool shared = kind >= kTaskSharedGateUp, gate_up = kind == kTaskGateUp || kind == kTaskSharedGateUp;
-    const int tile = task.tile() + (task.two() ? cta : 0);
-    const int column = (task.column() + (task.two() ? 0 : cta)) * (gate_up ? kGateUpColumns : kDownColumns);
+    const int tile = task.tile_of(cta);
+    const int column = task.column_of(cta) * (gate_up ? kGateUpColumns : kDownColumns);
     const int width = gate_up ? (shared ? p.shared_inter : p.inter) : p.hidden;
     if (column >= width) continue;  // this CTA only helped its neighbour to load
     const ColumnStamp written{p.stamps, kStampComputed, tile, column / kGateUpColumns, gate_up && !shared};
