@@ -19,7 +19,7 @@ class BackwardArgs(ctypes.Structure):
         + [
             (n, ctypes.c_void_p)
             for n in (
-                "workspace shared_dx d_gate_up_proj d_down_proj d_shared_gate d_shared_up d_shared_down d_shared_scale"
+                "workspace ring_d_gate_up shared_d_gate_up shared_dx d_gate_up_proj d_down_proj d_shared_gate d_shared_up d_shared_down d_shared_scale"
             ).split()
         ]
     )
@@ -37,6 +37,8 @@ class Wants:
 class Backward:
     """The backward's buffers of every rank of `group`, poisoned with NaN; gradients lie in `ranks[r]`.
 
+    in_place: gradients of gate and up lie where the forward left gate and up, for one backward.
+
     sums: of each rank, in bf16 or fp32, the d_gate_up_proj and d_down_proj that gradients are added to.
     """
 
@@ -48,7 +50,9 @@ class Backward:
         wants: Wants | None = None,
         sums=None,
         comm_sms: int = 0,
+        in_place: bool = False,
     ):
+        self.in_place = in_place
         self.group, self.window_tiles, self.chunk_units, self.comm_sms = group, window_tiles, chunk_units, comm_sms
         self.wants, self.sums = wants or Wants(), sums
         self.lib = group.lib
@@ -99,6 +103,9 @@ class Backward:
         if self.sums:
             kinds = {torch.bfloat16: 1, torch.float32: 2}
             a.d_gate_up_into, a.d_down_into = kinds[b["d_gate_up_proj"].dtype], kinds[b["d_down_proj"].dtype]
+        if self.in_place:
+            a.ring_d_gate_up = a.forward.ring_gate_up
+            a.shared_d_gate_up = a.forward.shared_gate_up
         if "workspace" in b:
             a.workspace = b["workspace"].data_ptr()
         if g.S and self.wants.dx:

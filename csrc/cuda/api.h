@@ -90,8 +90,9 @@ enum MokInto {
 };
 
 typedef struct MokBackwardArgs {
-  // As the forward had them. Its schedule, ring_x, ring_gate_up and shared_gate_up are read as it left them and never written. peer_x is
-  // pulled again for row tiles beyond the ring (replay); peer_routed takes dX rows. ring_h, shared_h, shared_y and scratch are not used.
+  // As the forward had them. Its schedule, ring_x, ring_gate_up and shared_gate_up are read as it left them, and written only where
+  // ring_d_gate_up and shared_d_gate_up say so. peer_x is pulled again for row tiles beyond the ring (replay); peer_routed takes dX rows.
+  // ring_h, shared_h, shared_y and scratch are not used.
   MokForwardArgs forward;
   int32_t window_tiles;  // 128-row tiles that the backward's own buffers hold (0: ring_tiles); divides ring_tiles
   int32_t chunk_units;   // pairs of row tiles by which one dgrad trails the other (0: as many as make one wave)
@@ -105,6 +106,8 @@ typedef struct MokBackwardArgs {
   const float* peer_weight[MOK_MAX_RANKS];  // fp32 [tokens of that rank, K]
   float* peer_dweight[MOK_MAX_RANKS];       // fp32 [max_tokens * K]
   void* workspace;       // mok_backward_workspace_bytes(), 256-byte aligned, reused by every call
+  void* ring_d_gate_up;    // bf16 [ring_tiles * 128, 2I], may be ring_gate_up, whose values are then lost; null: in the workspace
+  void* shared_d_gate_up;  // bf16 [tokens, 2S], may be shared_gate_up likewise
   void* shared_dx;       // bf16 [tokens, D], may be null without a shared expert
   // Results; null: not wanted.
   void* d_gate_up_proj;  // bf16 [L, 2I, D], or fp32 (MokInto)

@@ -47,7 +47,7 @@ def test_missing_rank(lib):
 def test_stalled_megakernel_stops(lib, ranks, comm_sms, gone, phase):
     """Without dispatch tickets rows never land; without tasks no slot gets free, and pulls of long rows stop midway."""
     hidden = 4096
-    group = group_of(lib, ranks, hidden, comm_sms=comm_sms)
+    group = group_of(lib, ranks, hidden, comm_sms=comm_sms, ring_tiles=16)
     args = []
     for r in range(ranks):
         x = torch.randn(4096, hidden, device="cuda", dtype=torch.bfloat16)

@@ -60,6 +60,10 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   const ScheduleLayout s = ScheduleLayout::make(a);
   const BackwardLayout l = BackwardLayout::make(b);
   const auto buffer = [&](int64_t offset) { return at<__nv_bfloat16>(b.workspace, offset); };
+  void* d_gate_up = b.ring_d_gate_up != nullptr ? b.ring_d_gate_up : buffer(l.d_gate_up);
+  void* shared_d_gate_up = b.shared_d_gate_up != nullptr ? b.shared_d_gate_up : buffer(l.shared_d_gate_up);
+  p.d_gate_up_tiles = d_gate_up_tiles(b);
+  const int64_t d_gate_up_rows = static_cast<int64_t>(p.d_gate_up_tiles) * kRowsPerTile;
   bool ok = true;
   const auto rows_of = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count, int box_rows) {
     if (base != nullptr && count > 0) ok = ok && make_row_map(map, base, width, count, kBlockK, box_rows);
@@ -78,11 +82,11 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   chunks(p.ring_x, a.ring_x, hidden, ring_rows);
   rows_of(p.ring_gate_up, a.ring_gate_up, 2 * inter, ring_rows, kBlockM);
   load(p.window_dout, buffer(l.dout), hidden, rows);
-  load(p.window_d_gate_up, buffer(l.d_gate_up), 2 * inter, rows);
+  load(p.d_gate_up, d_gate_up, 2 * inter, d_gate_up_rows);
   chunks(p.columns_dout, buffer(l.dout), hidden, rows);
-  chunks(p.columns_d_gate_up, buffer(l.d_gate_up), 2 * inter, rows);
+  chunks(p.columns_d_gate_up, d_gate_up, 2 * inter, d_gate_up_rows);
   chunks(p.window_weighted_h, buffer(l.weighted_h), inter, rows);
-  store(p.window_d_gate_up_out, buffer(l.d_gate_up), 2 * inter, rows);
+  store(p.d_gate_up_out, d_gate_up, 2 * inter, d_gate_up_rows);
   store(p.window_weighted_h_out, buffer(l.weighted_h), inter, rows);
   if (may_replay(b)) {
     rows_of(p.replay_x, buffer(l.x), hidden, rows, kBoxRows);
@@ -106,11 +110,11 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
     chunks(p.local_x, b.x, hidden, a.tokens);
     load(p.local_dout, b.dout, hidden, a.tokens);
     rows_of(p.shared_gate_up, a.shared_gate_up, 2 * shared, a.tokens, kBlockM);
-    load(p.shared_d_gate_up, buffer(l.shared_d_gate_up), 2 * shared, a.tokens);
+    load(p.shared_d_gate_up, shared_d_gate_up, 2 * shared, a.tokens);
     chunks(p.shared_columns_dout, b.dout, hidden, a.tokens);
-    chunks(p.shared_columns_d_gate_up, buffer(l.shared_d_gate_up), 2 * shared, a.tokens);
+    chunks(p.shared_columns_d_gate_up, shared_d_gate_up, 2 * shared, a.tokens);
     chunks(p.shared_weighted_h, buffer(l.shared_weighted_h), shared, a.tokens);
-    store(p.shared_d_gate_up_out, buffer(l.shared_d_gate_up), 2 * shared, a.tokens);
+    store(p.shared_d_gate_up_out, shared_d_gate_up, 2 * shared, a.tokens);
     store(p.shared_weighted_h_out, buffer(l.shared_weighted_h), shared, a.tokens);
     chunks(p.shared_gate, a.shared_gate, hidden, shared);
     chunks(p.shared_up, a.shared_up, hidden, shared);

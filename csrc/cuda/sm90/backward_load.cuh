@@ -39,7 +39,7 @@ __device__ __forceinline__ bool wait_inputs(const BackwardParams& p, const Backw
     case kDgradDown:
       ok = wait_counter(watch, p.landed + tile, kRowsPerTile, kWaitDispatched, tile);
       if (ok && task.replayed()) ok = wait_counter(watch, p.replayed + tile, plan.replay_columns, kWaitReplayed, tile);
-      if (ok && dx && tile >= plan.window) ok = wait_counter(watch, p.up_done + tile - plan.window, plan.up_columns, kWaitSlot, tile);
+      if (ok && dx && tile >= p.d_gate_up_tiles) ok = wait_counter(watch, p.up_done + tile - p.d_gate_up_tiles, plan.up_columns, kWaitSlot, tile);
       break;
     case kDgradUp: ok = wait_counter(watch, p.d_gate_up_ready + tile, plan.down_columns, kWaitHidden, tile); break;
     case kSharedDgradUp: ok = wait_counter(watch, p.shared_ready + tile, plan.shared_down_columns, kWaitHidden, tile); break;
@@ -85,6 +85,7 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
     const int tile = task.tile_of(cta);
     const int column = task.column_of(cta) * (kind == kReplay ? kGateUpColumns : kWideColumns);
     const int row = (shared ? tile : p.slot(tile)) * kBlockM;  // of the row tile, in the window or among this rank's tokens
+    const int d_gate_up_row = (shared ? tile : p.d_gate_up_slot(tile)) * kBlockM;
     dawdle();
     if (!wait_inputs(p, task, tile, dx, watch)) break;
     if (!shared) check_inputs<1>(p, task, tile, watch);
@@ -104,10 +105,10 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
       // The tiles of a macrobatch lie one behind the other in the window, and its first rows in the ring.
       const int output_row = task.row_of(cta) * kBlockM + (kind == kSharedWgradUp ? p.shared_inter : 0);
       const CUtensorMap *a_map, *b_map;
-      int b_row = row;
+      int a_row = row, b_row = row;
       switch (kind) {
         case kWgradGateUp:
-          a_map = &p.columns_d_gate_up, b_map = task.replayed() ? &p.window_x : &p.ring_x;
+          a_map = &p.columns_d_gate_up, b_map = task.replayed() ? &p.window_x : &p.ring_x, a_row = d_gate_up_row;
           if (!task.replayed()) b_row = task.tile() * kBlockM;
           break;
         case kWgradDown: a_map = &p.columns_dout, b_map = &p.window_weighted_h; break;
@@ -117,7 +118,7 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
       const int a_chunk = output_row / 64, b_chunk = column / 64 + 2 * cta;
       const uint32_t half = kABytes + cta * (kBBytes / 2);
       each_block(smem, product.blocks, stage, watch, [&](uint32_t full, uint32_t a, int k) {
-        ptx::tensor_load_4d(a, a_map, full, 0, row + k, a_chunk, 0);
+        ptx::tensor_load_4d(a, a_map, full, 0, a_row + k, a_chunk, 0);
         ptx::tensor_load_4d_multicast(a + half, b_map, full, 0, b_row + k, b_chunk, 0, 3);
       });
     } else if (kind == kReplay) {
@@ -136,20 +137,21 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
     } else {
       // The k-blocks of dgrad_up run over gate's weights, then over up's.
       const bool up = !product.gradient_of_hidden;
-      const CUtensorMap* a_map = shared ? (up ? p.shared_d_gate_up : p.local_dout) : (up ? p.window_d_gate_up : p.window_dout);
+      const CUtensorMap* a_map = shared ? (up ? p.shared_d_gate_up : p.local_dout) : (up ? p.d_gate_up : p.window_dout);
       const int blocks = up ? product.blocks / 2 : product.blocks, chunk = column / 64 + (two ? 2 * cta : 0);
+      const int a_row = up ? d_gate_up_row : row;
       for (int side = 0; side <= static_cast<int>(up); ++side) {
         const CUtensorMap* b_map = shared ? (up ? (side == 0 ? &p.shared_gate : &p.shared_up) : &p.shared_down) : (up ? &p.gate_up_proj : &p.down_proj);
         const int matrix = shared ? 0 : (up ? 2 * task.expert() + side : task.expert()), first = side * blocks * kBlockK;
         if (two) {
           const uint32_t half = kABytes + cta * (kBBytes / 2);
           each_block(smem, blocks, stage, watch, [&](uint32_t full, uint32_t a, int k) {
-            ptx::tensor_load_2d(a, a_map + 1, full, first + k, row);
+            ptx::tensor_load_2d(a, a_map + 1, full, first + k, a_row);
             ptx::tensor_load_4d_multicast(a + half, b_map, full, 0, k, chunk, matrix, 3);
           });
         } else {
           each_block(smem, blocks, stage, watch, [&](uint32_t full, uint32_t a, int k) {
-            ptx::tensor_load_2d_multicast(a + cta * (kABytes / 2), a_map, full, first + k, row + kBoxRows * cta, 3);
+            ptx::tensor_load_2d_multicast(a + cta * (kABytes / 2), a_map, full, first + k, a_row + kBoxRows * cta, 3);
             ptx::tensor_load_4d(a + kABytes, b_map, full, 0, k, chunk, matrix);
             ptx::tensor_load_4d(a + kABytes + kBBytes / 2, b_map, full, 0, k, chunk + 2, matrix);
           });

@@ -5,18 +5,18 @@
 
 namespace mok::cuda::sm90 {
 
-// d_gate, d_up and w * h of a dgrad_down tile, a stage for each 64 columns. The upper half of a short tile holds nothing.
+// d_gate, d_up and w * h of a dgrad_down tile, a stage for each 64 columns, to these rows. The upper half of a short tile holds nothing.
 template <class Multiplied>
 __device__ __forceinline__ bool push_hidden_gradient(Outbox& box, const CUtensorMap* d_gate_up, const CUtensorMap* weighted_h, int column, int width,
-                                                     int row, bool is_short, Multiplied multiplied) {
+                                                     int d_gate_up_row, int row, bool is_short, Multiplied multiplied) {
   for (int x = column; x < min(column + kWideColumns, width); x += kDotColumns) {
     const uint32_t stage = box.take(multiplied);
     if (stage == kStages) return false;
     if (threadIdx.x % 32 == 0) {
       for (int y = 0; y < (is_short ? kBoxRows : kBlockM); y += kBoxRows) {
         const uint32_t from = box.smem + stage * kStageBytes + y * 128;
-        ptx::tensor_store_2d(d_gate_up, from, x, row + y, ptx::evict_normal());
-        ptx::tensor_store_2d(d_gate_up, from + kABytes, width + x, row + y, ptx::evict_normal());
+        ptx::tensor_store_2d(d_gate_up, from, x, d_gate_up_row + y, ptx::evict_normal());
+        ptx::tensor_store_2d(d_gate_up, from + kABytes, width + x, d_gate_up_row + y, ptx::evict_normal());
         ptx::tensor_store_2d(weighted_h, from + 2 * kABytes, x, row + y, ptx::evict_normal());
       }
       ptx::bulk_commit();
@@ -94,9 +94,9 @@ __device__ __forceinline__ void push_tiles(const BackwardParams& p, uint32_t sme
       more = push_gate_up(box, &p.window_gate_up_out, nullptr, column, width, row, multiplied);
       if (more) box.count(written, p.replayed + tile);
     } else if (product.gradient_of_hidden) {
-      more = push_hidden_gradient(box, shared ? &p.shared_d_gate_up_out : &p.window_d_gate_up_out,
-                                  shared ? &p.shared_weighted_h_out : &p.window_weighted_h_out, column, width, row,
-                                  task.short_of(cta), multiplied);
+      more = push_hidden_gradient(box, shared ? &p.shared_d_gate_up_out : &p.d_gate_up_out,
+                                  shared ? &p.shared_weighted_h_out : &p.window_weighted_h_out, column, width,
+                                  (shared ? tile : p.d_gate_up_slot(tile)) * kBlockM, row, task.short_of(cta), multiplied);
       if (!more) break;
       if (shared) {
         box.count(written, p.shared_ready + tile, p.shared_ready + ceil_div(p.tokens, kBlockM));
@@ -104,7 +104,7 @@ __device__ __forceinline__ void push_tiles(const BackwardParams& p, uint32_t sme
         box.count(written, p.d_gate_up_ready + tile, p.run_ready + plan.run_of(task.expert(), tile));
       }
     } else {
-      const bool reused = !shared && tile + plan.window < tiles;  // another tile of d_gate_up comes to its slot
+      const bool reused = !shared && tile + p.d_gate_up_tiles < tiles;  // another tile of d_gate_up comes to its slot
       more = push_rows(box, OutputRows(p, tile, column, shared), reused ? p.up_done + tile : nullptr, multiplied);
     }
   }

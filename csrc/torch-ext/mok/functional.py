@@ -213,7 +213,7 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout, *_, accumulates=False):
+def _backward(ctx, dout, *_, traced=True, accumulates=False):
     no_grads = (None,) * (_SAVED + 8)
     if dout is None:
         return no_grads
@@ -224,7 +224,10 @@ def _backward(ctx, dout, *_, accumulates=False):
     buffers = accumulate.buffers(ctx, saved[:_SAVED], _WEIGHTS) if accumulates else {}
     with timeouts(int(handle[0]), int(handle[3]) / 1e9), leaving(handle):
         sums = map(buffers.get, _WEIGHTS)
-        results = ops.backward(handle, table, plan, _ready(dout), *rest, *ctx.settings, needs, *sums)
+        # Gradients of gate and up take the place of what the forward saved, if no other backward will read it.
+        last = not traced and not torch._C._autograd._get_current_graph_task_keep_graph()
+        places = rest[-2:] if last else ()
+        results = ops.backward(handle, table, plan, _ready(dout), *rest, *ctx.settings, needs, *sums, *places)
     accumulate.added(buffers.values())
     grads = list(no_grads)
     for bit, i in enumerate(_WANTED):
@@ -245,13 +248,13 @@ class _Layer(torch.autograd.Function):
             return ops.forward(*inputs)
 
     setup_context = staticmethod(_setup_context)
-    backward = staticmethod(once_differentiable(_backward))
+    backward = staticmethod(once_differentiable(partial(_backward, traced=False)))
 
 
 class _AccumulatingLayer(_Layer):
     """With the experts' gradients added to their buffers, which only the nodes of a graph that autograd runs have."""
 
-    backward = staticmethod(once_differentiable(partial(_backward, accumulates=True)))
+    backward = staticmethod(once_differentiable(partial(_backward, traced=False, accumulates=True)))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("schedule"))
@@ -318,6 +321,8 @@ def _(
     needs,
     gate_up_buffer=None,
     down_buffer=None,
+    ring_d_gate_up=None,
+    shared_d_gate_up=None,
 ):
     like = [x, weights, gate_up, down, gate, up, shared_down, scale]
     needs &= ~((gate_up_buffer is not None) << 2 | (down_buffer is not None) << 3)
