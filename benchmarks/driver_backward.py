@@ -12,14 +12,22 @@ class BackwardArgs(ctypes.Structure):
         [("forward", ForwardArgs)]
         + [
             (n, ctypes.c_int32)
-            for n in ("window_tiles", "chunk_units", "wants_dx", "d_gate_up_into", "d_down_into", "comm_sms")
+            for n in (
+                "window_tiles",
+                "chunk_units",
+                "wants_dx",
+                "d_gate_up_into",
+                "d_down_into",
+                "comm_sms",
+                "reuses_ring",
+            )
         ]
         + [(n, ctypes.c_void_p) for n in ("x", "dout", "shared_scale")]
         + [(n, ctypes.c_void_p * MAX_RANKS) for n in ("peer_dout", "peer_weight", "peer_dweight")]
         + [
             (n, ctypes.c_void_p)
             for n in (
-                "workspace ring_d_gate_up shared_d_gate_up shared_dx d_gate_up_proj d_down_proj d_shared_gate d_shared_up d_shared_down d_shared_scale"
+                "workspace shared_dx d_gate_up_proj d_down_proj d_shared_gate d_shared_up d_shared_down d_shared_scale"
             ).split()
         ]
     )
@@ -37,7 +45,7 @@ class Wants:
 class Backward:
     """The backward's buffers of every rank of `group`, poisoned with NaN; gradients lie in `ranks[r]`.
 
-    in_place: gradients of gate and up lie where the forward left gate and up, for one backward.
+    reuses_ring: what the forward left is written over, so there is one backward.
 
     sums: of each rank, in bf16 or fp32, the d_gate_up_proj and d_down_proj that gradients are added to.
     """
@@ -50,9 +58,9 @@ class Backward:
         wants: Wants | None = None,
         sums=None,
         comm_sms: int = 0,
-        in_place: bool = False,
+        reuses_ring: bool = False,
     ):
-        self.in_place = in_place
+        self.reuses_ring = reuses_ring
         self.group, self.window_tiles, self.chunk_units, self.comm_sms = group, window_tiles, chunk_units, comm_sms
         self.wants, self.sums = wants or Wants(), sums
         self.lib = group.lib
@@ -91,6 +99,7 @@ class Backward:
             chunk_units=self.chunk_units,
             wants_dx=int(self.wants.dx),
             comm_sms=self.comm_sms,
+            reuses_ring=int(self.reuses_ring),
             x=x.data_ptr() if x is not None else g.ranks[rank]["x"].data_ptr(),
             dout=dout.data_ptr() if dout is not None else b["dout"].data_ptr(),
             shared_scale=scale.data_ptr() if scale is not None else None,
@@ -103,9 +112,6 @@ class Backward:
         if self.sums:
             kinds = {torch.bfloat16: 1, torch.float32: 2}
             a.d_gate_up_into, a.d_down_into = kinds[b["d_gate_up_proj"].dtype], kinds[b["d_down_proj"].dtype]
-        if self.in_place:
-            a.ring_d_gate_up = a.forward.ring_gate_up
-            a.shared_d_gate_up = a.forward.shared_gate_up
         if "workspace" in b:
             a.workspace = b["workspace"].data_ptr()
         if g.S and self.wants.dx:

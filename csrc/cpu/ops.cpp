@@ -227,14 +227,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(
 
 // needs: one bit each for dx, d_route_weights, d_gate_up, d_down, d_shared_gate, d_shared_up, d_shared_down,
 // d_shared_scale, in this order, which is also the order of the results; what is not needed comes back empty, and so
-// does what is added to gate_up_buffer or down_buffer instead. The places offered for d_gate_up are not used: the window
-// has little of it.
+// does what is added to gate_up_buffer or down_buffer instead. What may be written over is not: the window is small.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
     Tensor workspace, Tensor table, Optional plan, Tensor dout, Tensor x, Tensor ids, Tensor route_weights,
     Tensor gate_up, Tensor down, Optional shared_gate, Optional shared_up, Optional shared_down, Optional shared_scale,
     Tensor ring_x, Tensor ring_gate_up, Tensor shared_gate_up, std::optional<double> limit, int64_t minibatch_rows,
     int64_t comm_threads, int64_t /* max_tokens */, int64_t needs, Optional gate_up_buffer, Optional down_buffer,
-    Optional /* ring_d_gate_up */, Optional /* shared_d_gate_up */) {
+    Optional /* reused_x */, Optional /* reused_gate_up */, Optional /* reused_shared_gate_up */) {
   return bounded([&] {
     STD_TORCH_CHECK(plan.has_value(), "on CPU the schedule comes from `schedule`");
     const Group group = group_of(workspace);
@@ -294,7 +293,7 @@ STABLE_TORCH_LIBRARY(MOK_NAMESPACE, m) {
       " Tensor gate_up, Tensor down, Tensor? shared_gate, Tensor? shared_up, Tensor? shared_down, Tensor? shared_scale,"
       " Tensor ring_x, Tensor ring_gate_up, Tensor shared_gate_up, float? limit, int minibatch_rows, int comm,"
       " int max_tokens, int needs, Tensor(a!)? gate_up_buffer=None, Tensor(b!)? down_buffer=None,"
-      " Tensor(c!)? ring_d_gate_up=None, Tensor(d!)? shared_d_gate_up=None)"
+      " Tensor(c!)? reused_x=None, Tensor(d!)? reused_gate_up=None, Tensor(e!)? reused_shared_gate_up=None)"
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 

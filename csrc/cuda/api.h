@@ -90,15 +90,17 @@ enum MokInto {
 };
 
 typedef struct MokBackwardArgs {
-  // As the forward had them. Its schedule, ring_x, ring_gate_up and shared_gate_up are read as it left them, and written only where
-  // ring_d_gate_up and shared_d_gate_up say so. peer_x is pulled again for row tiles beyond the ring (replay); peer_routed takes dX rows.
-  // ring_h, shared_h, shared_y and scratch are not used.
+  // As the forward had them. Its schedule is read; so are ring_x, ring_gate_up and shared_gate_up, and written only where reuses_ring says
+  // so. peer_x is pulled again for row tiles beyond the ring (replay); peer_routed takes dX rows. ring_h, shared_h, shared_y and scratch are
+  // not used.
   MokForwardArgs forward;
   int32_t window_tiles;  // 128-row tiles that the backward's own buffers hold (0: ring_tiles); divides ring_tiles
   int32_t chunk_units;   // pairs of row tiles by which one dgrad trails the other (0: as many as make one wave)
   int32_t wants_dx;      // of any rank; with more than one rank read from peer_tokens instead
   int32_t d_gate_up_into, d_down_into;  // MokInto
   int32_t comm_sms;      // as the forward's, which counts for nothing here
+  int32_t reuses_ring;   // 1: this is the last backward of its forward. d_gate_up takes the place of gate and up in ring_gate_up and
+                         // shared_gate_up, and what is replayed goes to the ring too. 0: they have room in the workspace
   const void* x;         // bf16 [tokens, D], this rank's
   const void* dout;      // bf16 [tokens, D], this rank's
   const float* shared_scale;  // fp32 [tokens], may be null
@@ -106,8 +108,6 @@ typedef struct MokBackwardArgs {
   const float* peer_weight[MOK_MAX_RANKS];  // fp32 [tokens of that rank, K]
   float* peer_dweight[MOK_MAX_RANKS];       // fp32 [max_tokens * K]
   void* workspace;       // mok_backward_workspace_bytes(), 256-byte aligned, reused by every call
-  void* ring_d_gate_up;    // bf16 [ring_tiles * 128, 2I], may be ring_gate_up, whose values are then lost; null: in the workspace
-  void* shared_d_gate_up;  // bf16 [tokens, 2S], may be shared_gate_up likewise
   void* shared_dx;       // bf16 [tokens, D], may be null without a shared expert
   // Results; null: not wanted.
   void* d_gate_up_proj;  // bf16 [L, 2I, D], or fp32 (MokInto)

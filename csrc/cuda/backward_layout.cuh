@@ -9,8 +9,8 @@ constexpr int kWideColumns = 256;   // columns of every output tile of the backw
 constexpr int kDotColumns = 64;     // of one partial sum of a router gradient
 
 MOK_HD int window_tiles(const MokBackwardArgs& b) { return b.window_tiles > 0 ? b.window_tiles : b.forward.ring_tiles; }
-// Row tiles of d_gate_up, by tile modulo their number: the ring's or the window's.
-MOK_HD int d_gate_up_tiles(const MokBackwardArgs& b) { return b.ring_d_gate_up != nullptr ? b.forward.ring_tiles : window_tiles(b); }
+// Row tiles of d_gate_up and of what is replayed, by tile modulo their number: the ring's or the window's.
+MOK_HD int reused_tiles(const MokBackwardArgs& b) { return b.reuses_ring != 0 ? b.forward.ring_tiles : window_tiles(b); }
 MOK_HD bool may_replay(const MokBackwardArgs& b) { return tile_capacity(b.forward) > b.forward.ring_tiles; }
 MOK_HD int column_tiles(int width) { return static_cast<int>(ceil_div(width, kWideColumns)); }
 MOK_HD int row_pairs(int width) { return static_cast<int>(ceil_div(width, 2 * kRowsPerTile)); }
@@ -24,7 +24,7 @@ MOK_HD int replayed_parts(const MokBackwardArgs& b) {
 // Counters (cleared by every call): tickets | landed, replayed, d_gate_up, runs, dgrad_up [tiles] | wgrad [L] | shared d_gate_up [token tiles + 1] | stamps
 // Window, by tile % window: dOut, d_gate_up, w * h, the weights w, and for replay x and gate_up
 // Partial router gradients [rows, I / 64], by absolute row; the shared expert's d_gate_up, scale * h and partials; one expert's fp32 carry
-// Without d_gate_up where the caller has a place for it.
+// The ring, where it is reused, has room for all d_gate_up and for what is replayed.
 struct BackwardLayout {
   int64_t tickets, landed, replayed, d_gate_up_ready, run_ready, up_done, wgrad_done, shared_ready, stamps, cleared_bytes;
   int64_t dout, d_gate_up, weighted_h, weight, x, gate_up;
@@ -33,7 +33,8 @@ struct BackwardLayout {
   MOK_HD static BackwardLayout make(const MokBackwardArgs& b) {
     const MokForwardArgs& a = b.forward;
     const int64_t tiles = tile_capacity(a), counters = align256(tiles * 4), rows = static_cast<int64_t>(window_tiles(b)) * kRowsPerTile;
-    const int64_t replay_rows = may_replay(b) ? rows : 0, shared = a.shared_inter > 0 ? a.tokens : 0;
+    const int64_t shared = a.shared_inter > 0 ? a.tokens : 0, own_rows = b.reuses_ring != 0 ? 0 : rows, own_shared = b.reuses_ring != 0 ? 0 : shared;
+    const int64_t replay_rows = may_replay(b) ? own_rows : 0;
     const bool carries = tiles > window_tiles(b);
     int64_t end = 0;
     const auto take = [&](int64_t bytes) {
@@ -48,10 +49,10 @@ struct BackwardLayout {
     l.wgrad_done = take(a.local_experts * 4), l.shared_ready = take((shared_tiles(a) + 1) * 4);
     l.stamps = take(stamp_bytes(window_tiles(b), kRowsPerTile, column_tiles(a.inter), replayed_parts(b)));
     l.cleared_bytes = end;
-    l.dout = take(rows * a.hidden * 2), l.d_gate_up = take(b.ring_d_gate_up == nullptr ? rows * a.inter * 4 : 0), l.weighted_h = take(rows * a.inter * 2), l.weight = take(rows * 4);
+    l.dout = take(rows * a.hidden * 2), l.d_gate_up = take(own_rows * a.inter * 4), l.weighted_h = take(rows * a.inter * 2), l.weight = take(rows * 4);
     l.x = take(replay_rows * a.hidden * 2), l.gate_up = take(replay_rows * a.inter * 4);
     l.dots = take(tiles * kRowsPerTile * (a.inter / kDotColumns) * 4);
-    l.shared_d_gate_up = take(b.shared_d_gate_up == nullptr ? shared * a.shared_inter * 4 : 0), l.shared_weighted_h = take(shared * a.shared_inter * 2);
+    l.shared_d_gate_up = take(own_shared * a.shared_inter * 4), l.shared_weighted_h = take(shared * a.shared_inter * 2);
     l.shared_dots = take(shared * (a.shared_inter / kDotColumns) * 4);
     l.carry_gate_up = take(carries && b.d_gate_up_proj != nullptr ? grid_tiles(2 * a.inter, a.hidden) * kRowsPerTile * kWideColumns * 4 : 0);
     l.carry_down = take(carries && b.d_down_proj != nullptr ? grid_tiles(a.hidden, a.inter) * kRowsPerTile * kWideColumns * 4 : 0);

@@ -10,8 +10,8 @@
 // Units never straddle a macrobatch, or a tile would wait for a slot that its own pair keeps. A task waits only for earlier ones, and pulls
 // (dispatch.cuh) walk the tiles upward:
 //   pull(t)        the slot of t - window: the weight gradients that read it, or its dgrad_down where none are wanted
-//   replay(t)      rows of t landed
-//   dgrad_down(t)  rows of t landed; replay(t); dgrad_up has read d_gate_up of the tile before in its slot (a window or a ring ago)
+//   replay(t)      rows of t landed; dgrad_up has read d_gate_up of the tile before in its slot, a window or a ring (of the forward) ago
+//   dgrad_down(t)  the same; replay(t)
 //   dgrad_up(t)    dgrad_down(t)
 //   wgrad(e, m)    dgrad_down of e's tiles in m, and of no others: those of m + 1 may come first; e's earlier rounds, whose carry it goes on
 //                  from; for the first store into the one carry, the expert that used it before

@@ -99,12 +99,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward_op(Tensor words, Opti
 
 // needs: one bit each for dx, d_route_weights, d_gate_up, d_down, d_shared_gate, d_shared_up, d_shared_down, d_shared_scale, in this order, which
 // is also the order of the results; what is not needed comes back empty, and so does what is added to gate_up_buffer or down_buffer (bf16 or fp32)
-// instead. What the forward saved is read, and written only where it is handed over as the place of the gradients of gate and up, of its own shape.
+// instead. What the forward saved is read. Where it is given again, as reused_x, reused_gate_up and reused_shared_gate_up, this backward may write
+// over it.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward_op(
     Tensor words, Tensor schedule, Optional, Tensor dout, Tensor x, Tensor ids, Tensor route_weights, Tensor gate_up, Tensor down,
     Optional shared_gate, Optional shared_up, Optional shared_down, Optional shared_scale, Tensor ring_x, Tensor ring_gate_up, Tensor shared_gate_up,
     std::optional<double> limit, int64_t minibatch_rows, int64_t comm, int64_t max_tokens, int64_t needs, Optional gate_up_buffer,
-    Optional down_buffer, Optional ring_d_gate_up, Optional shared_d_gate_up) {
+    Optional down_buffer, Optional reused_x, Optional reused_gate_up, Optional reused_shared_gate_up) {
   check_comm(comm);
   const Layer layer{x, ids, route_weights, gate_up, down, shared_gate, shared_up, shared_down, shared_scale};
   Call call(words, x);
@@ -116,8 +117,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
   expect(ring_x, "ring_x", {ring_rows, d}, ScalarType::BFloat16, x);
   expect(ring_gate_up, "ring_gate_up", {ring_rows, 2 * i}, ScalarType::BFloat16, x);
   if (s) expect(shared_gate_up, "shared_gate_up", {n, 2 * s}, ScalarType::BFloat16, x);
-  if (ring_d_gate_up) expect(*ring_d_gate_up, "ring_d_gate_up", {ring_rows, 2 * i}, ScalarType::BFloat16, x);
-  if (s && shared_d_gate_up) expect(*shared_d_gate_up, "shared_d_gate_up", {n, 2 * s}, ScalarType::BFloat16, x);
+  const auto is_again = [](const Optional& again, const Tensor& t) { return again && data_of(*again) == data_of(t); };
+  const bool reuses = reused_x || reused_gate_up || reused_shared_gate_up;
+  STD_TORCH_CHECK(!reuses || (is_again(reused_x, ring_x) && is_again(reused_gate_up, ring_gate_up) && is_again(reused_shared_gate_up, shared_gate_up)),
+                  "reused tensors are ring_x, ring_gate_up and shared_gate_up again");
   const DataLayout at = DataLayout::make(w.ranks, w.max_tokens, k, d);
   MokBackwardArgs b{};
   b.forward = forward_args(w, layer, at, max_tokens, ring_rows, minibatch_rows, limit, true);
@@ -138,7 +141,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
   Tensor d_shared_scale = grad(7, {n}, ScalarType::Float);
   Tensor shared_dx = rows_of(x, {needed(0) && s ? n : 0, d});
   b.wants_dx = needed(0), b.comm_sms = static_cast<int>(comm), b.x = data_of(x), b.dout = data_of(dout), b.shared_scale = data_of<float>(shared_scale);
-  b.ring_d_gate_up = data_of(ring_d_gate_up), b.shared_d_gate_up = s ? data_of(shared_d_gate_up) : nullptr;
+  b.reuses_ring = reuses;
   b.shared_dx = needed(0) && s ? data_of(shared_dx) : nullptr;
   const auto weight_gradient = [&](int bit, const Tensor& t, const Optional& buffer, std::initializer_list<int64_t> sizes, int32_t& into) {
     if (!buffer) return wanted(bit, t);

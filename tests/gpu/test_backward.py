@@ -167,10 +167,12 @@ def test_bits_do_not_depend_on_settings(lib):
         (dict(), dict(chunk_units=1)),
         (dict(), dict(chunk_units=100)),
         (dict(), dict(window_tiles=16)),  # several macrobatches, everything kept
-        (dict(), dict(in_place=True)),
-        (dict(), dict(in_place=True, window_tiles=16)),
-        (dict(ring_tiles=10), dict(in_place=True)),
-        (dict(ring_tiles=10), dict(in_place=True, window_tiles=5, comm_sms=8)),
+        (dict(), dict(reuses_ring=True)),
+        (dict(), dict(reuses_ring=True, window_tiles=16)),
+        (dict(ring_tiles=10), dict(reuses_ring=True)),
+        (dict(ring_tiles=2), dict(reuses_ring=True, window_tiles=1)),
+        (dict(ring_tiles=9, lead_tiles=1), dict(reuses_ring=True, chunk_units=2, window_tiles=3)),
+        (dict(ring_tiles=10), dict(reuses_ring=True, window_tiles=5, comm_sms=8)),
         (dict(ring_tiles=20), dict()),
         (dict(ring_tiles=10), dict(window_tiles=5)),
         (dict(ring_tiles=7), dict()),
@@ -229,7 +231,11 @@ def test_what_is_not_wanted_is_left_alone(lib):
         got = gradients(group, *inputs, wants=Wants(dx, experts, shared))
         assert ("dx" in got[0], "d_down_proj" in got[0], "d_shared_up" in got[0]) == (dx, experts, shared)
         same(got, everything, got[0])
-        same(gradients(group, *inputs, wants=Wants(dx, experts, shared), in_place=True, window_tiles=3), everything, got[0])
+        same(
+            gradients(group, *inputs, wants=Wants(dx, experts, shared), reuses_ring=True, window_tiles=3),
+            everything,
+            got[0],
+        )
 
 
 def test_fp32_carry_of_an_expert_across_macrobatches(lib):

@@ -109,12 +109,13 @@ def test_what_reads_the_buffers_waits_for_them():
     assert_equal(results[1], results[0])
 
 
-def test_the_last_backward_needs_less_memory():
-    """Gradients of gate and up take the place of what the forward saved, of the ring's rows and the shared expert's."""
+@pytest.mark.parametrize("macrobatch", [None, 1024])
+def test_the_last_backward_needs_less_memory(macrobatch):
+    """Gradients of gate and up, and what is replayed, take the place of what the forward saved."""
     problem, own = Problem([1000], intermediate=1024, shared_width=512), workspace()
     leaves = {n: problem.parts[n].clone().requires_grad_() for n in problem.names()}
     args, keywords = problem.arguments(leaves, problem.ids)
-    out = load().moe(*args, **keywords, workspace=own)
+    out = load().moe(*args, **keywords, workspace=own, macrobatch_size=macrobatch)
     peaks, results = [], []
     for retain in (True, True, False):
         torch.cuda.synchronize()
@@ -123,7 +124,9 @@ def test_the_last_backward_needs_less_memory():
         results.append(torch.autograd.grad(out, list(leaves.values()), problem.dout, retain_graph=retain))
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert all(torch.equal(a, b) for got in results[1:] for a, b in zip(got, results[0], strict=True))
-    assert peaks[1] - peaks[2] >= 2 * 2 * (problem.ids.numel() * 1024 + 1000 * 512)
+    rows = macrobatch or problem.ids.numel()
+    width = 2 * 1024 if macrobatch is None else 2 * 2 * 1024 + problem.hidden
+    assert peaks[1] - peaks[2] >= 2 * (rows * width + 2 * 1000 * 512)
 
 
 def test_no_host_sync():

@@ -49,8 +49,9 @@ SETTINGS = [
     (dict(ring_tiles=10, minibatch_tiles=2), dict(window_tiles=5)),
     (dict(ring_tiles=7, lead_tiles=1, minibatch_tiles=1), dict(chunk_units=2)),
     (dict(), dict(window_tiles=4)),  # macrobatches, everything kept
-    (dict(), dict(window_tiles=4, in_place=True)),
-    (dict(ring_tiles=4), dict(window_tiles=2, in_place=True)),
+    (dict(), dict(window_tiles=4, reuses_ring=True)),
+    (dict(ring_tiles=4), dict(window_tiles=2, reuses_ring=True)),
+    (dict(ring_tiles=7, lead_tiles=1, minibatch_tiles=1), dict(chunk_units=2, reuses_ring=True)),
     (dict(ring_tiles=2, comm_sms=2), dict(window_tiles=1, comm_sms=2)),
     (dict(ring_tiles=9, comm_sms=8), dict(window_tiles=3, comm_sms=8)),
     (dict(ring_tiles=5, sm_limit=16, comm_sms=2), dict(comm_sms=2)),

@@ -139,10 +139,10 @@ def check_progress(cuda, order: list[Task], shape: Shape, lead: int) -> None:
     for i, task in enumerate(order):
         needs: list = [i - 1] if i else []
         for tile in task.tiles():
-            if task.kind == REPLAY:
-                needs += [("pull", tile)]
-            elif task.kind == DOWN:
-                needs += [("pull", tile), *producers[REPLAY, tile], *producers[UP, tile - window]]
+            if task.kind in (REPLAY, DOWN):
+                # The slot of d_gate_up is the window's or, in the strictest case of a reused ring, no further away.
+                needs += [("pull", tile), *producers[UP, tile - window]]
+                needs += producers[REPLAY, tile] if task.kind == DOWN else []
             elif task.kind == UP or WGRAD_GATE_UP <= task.kind <= WGRAD_DOWN:
                 needs += producers[DOWN, tile]
             elif task.kind == SHARED_UP or task.kind > WGRAD_DOWN:

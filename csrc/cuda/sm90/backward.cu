@@ -60,10 +60,13 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   const ScheduleLayout s = ScheduleLayout::make(a);
   const BackwardLayout l = BackwardLayout::make(b);
   const auto buffer = [&](int64_t offset) { return at<__nv_bfloat16>(b.workspace, offset); };
-  void* d_gate_up = b.ring_d_gate_up != nullptr ? b.ring_d_gate_up : buffer(l.d_gate_up);
-  void* shared_d_gate_up = b.shared_d_gate_up != nullptr ? b.shared_d_gate_up : buffer(l.shared_d_gate_up);
-  p.d_gate_up_tiles = d_gate_up_tiles(b);
-  const int64_t d_gate_up_rows = static_cast<int64_t>(p.d_gate_up_tiles) * kRowsPerTile;
+  const bool reuses = b.reuses_ring != 0;
+  void* d_gate_up = reuses ? a.ring_gate_up : buffer(l.d_gate_up);
+  void* shared_d_gate_up = reuses ? a.shared_gate_up : buffer(l.shared_d_gate_up);
+  void* replayed_x = reuses ? a.ring_x : buffer(l.x);
+  void* replayed_gate_up = reuses ? a.ring_gate_up : buffer(l.gate_up);
+  p.reused_tiles = reused_tiles(b);
+  const int64_t reused_rows = static_cast<int64_t>(p.reused_tiles) * kRowsPerTile;
   bool ok = true;
   const auto rows_of = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count, int box_rows) {
     if (base != nullptr && count > 0) ok = ok && make_row_map(map, base, width, count, kBlockK, box_rows);
@@ -82,17 +85,17 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   chunks(p.ring_x, a.ring_x, hidden, ring_rows);
   rows_of(p.ring_gate_up, a.ring_gate_up, 2 * inter, ring_rows, kBlockM);
   load(p.window_dout, buffer(l.dout), hidden, rows);
-  load(p.d_gate_up, d_gate_up, 2 * inter, d_gate_up_rows);
+  load(p.d_gate_up, d_gate_up, 2 * inter, reused_rows);
   chunks(p.columns_dout, buffer(l.dout), hidden, rows);
-  chunks(p.columns_d_gate_up, d_gate_up, 2 * inter, d_gate_up_rows);
+  chunks(p.columns_d_gate_up, d_gate_up, 2 * inter, reused_rows);
   chunks(p.window_weighted_h, buffer(l.weighted_h), inter, rows);
-  store(p.d_gate_up_out, d_gate_up, 2 * inter, d_gate_up_rows);
+  store(p.d_gate_up_out, d_gate_up, 2 * inter, reused_rows);
   store(p.window_weighted_h_out, buffer(l.weighted_h), inter, rows);
   if (may_replay(b)) {
-    rows_of(p.replay_x, buffer(l.x), hidden, rows, kBoxRows);
-    chunks(p.window_x, buffer(l.x), hidden, rows);
-    rows_of(p.window_gate_up, buffer(l.gate_up), 2 * inter, rows, kBlockM);
-    rows_of(p.window_gate_up_out, buffer(l.gate_up), 2 * inter, rows, kBlockM);
+    rows_of(p.replay_x, replayed_x, hidden, reused_rows, kBoxRows);
+    chunks(p.replayed_x, replayed_x, hidden, reused_rows);
+    rows_of(p.replayed_gate_up, replayed_gate_up, 2 * inter, reused_rows, kBlockM);
+    rows_of(p.replayed_gate_up_out, replayed_gate_up, 2 * inter, reused_rows, kBlockM);
     matrices(p.replay_weights, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts), kBoxColumns);
   }
   chunks(p.gate_up_proj, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts));
@@ -138,7 +141,7 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   p.tickets = counter(l.tickets), p.landed = counter(l.landed), p.replayed = counter(l.replayed);
   p.d_gate_up_ready = counter(l.d_gate_up_ready), p.run_ready = counter(l.run_ready), p.up_done = counter(l.up_done);
   p.wgrad_done = counter(l.wgrad_done), p.shared_ready = counter(l.shared_ready);
-  p.dout_out = buffer(l.dout), p.x_out = buffer(l.x), p.shared_out = static_cast<__nv_bfloat16*>(b.shared_dx);
+  p.dout_out = buffer(l.dout), p.x_out = static_cast<__nv_bfloat16*>(replayed_x), p.shared_out = static_cast<__nv_bfloat16*>(b.shared_dx);
   p.weight_out = at<float>(b.workspace, l.weight), p.dots = at<float>(b.workspace, l.dots), p.shared_dots = at<float>(b.workspace, l.shared_dots);
   p.carry_gate_up = at<float>(b.workspace, l.carry_gate_up), p.carry_down = at<float>(b.workspace, l.carry_down);
   p.shared_scale = b.shared_scale;

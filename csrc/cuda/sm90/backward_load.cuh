@@ -35,11 +35,11 @@ __device__ __forceinline__ bool wait_inputs(const BackwardParams& p, const Backw
   const BackwardPlan& plan = p.plan;
   bool ok = true;
   switch (task.kind()) {
-    case kReplay: ok = wait_counter(watch, p.landed + tile, kRowsPerTile, kWaitDispatched, tile); break;
+    case kReplay:
     case kDgradDown:
       ok = wait_counter(watch, p.landed + tile, kRowsPerTile, kWaitDispatched, tile);
-      if (ok && task.replayed()) ok = wait_counter(watch, p.replayed + tile, plan.replay_columns, kWaitReplayed, tile);
-      if (ok && dx && tile >= p.d_gate_up_tiles) ok = wait_counter(watch, p.up_done + tile - p.d_gate_up_tiles, plan.up_columns, kWaitSlot, tile);
+      if (ok && task.kind() == kDgradDown && task.replayed()) ok = wait_counter(watch, p.replayed + tile, plan.replay_columns, kWaitReplayed, tile);
+      if (ok && dx && tile >= p.reused_tiles) ok = wait_counter(watch, p.up_done + tile - p.reused_tiles, plan.up_columns, kWaitSlot, tile);
       break;
     case kDgradUp: ok = wait_counter(watch, p.d_gate_up_ready + tile, plan.down_columns, kWaitHidden, tile); break;
     case kSharedDgradUp: ok = wait_counter(watch, p.shared_ready + tile, plan.shared_down_columns, kWaitHidden, tile); break;
@@ -85,14 +85,14 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
     const int tile = task.tile_of(cta);
     const int column = task.column_of(cta) * (kind == kReplay ? kGateUpColumns : kWideColumns);
     const int row = (shared ? tile : p.slot(tile)) * kBlockM;  // of the row tile, in the window or among this rank's tokens
-    const int d_gate_up_row = (shared ? tile : p.d_gate_up_slot(tile)) * kBlockM;
+    const int reused_row = (shared ? tile : p.reused_slot(tile)) * kBlockM;
     dawdle();
     if (!wait_inputs(p, task, tile, dx, watch)) break;
     if (!shared) check_inputs<1>(p, task, tile, watch);
     dawdle();
     // Gate and up of a dgrad_down tile, for its epilogue.
-    const CUtensorMap* kept = shared ? &p.shared_gate_up : (task.replayed() ? &p.window_gate_up : &p.ring_gate_up);
-    const int kept_width = shared ? p.shared_inter : p.inter, kept_row = shared || task.replayed() ? row : tile * kBlockM;
+    const CUtensorMap* kept = shared ? &p.shared_gate_up : (task.replayed() ? &p.replayed_gate_up : &p.ring_gate_up);
+    const int kept_width = shared ? p.shared_inter : p.inter, kept_row = shared || task.replayed() ? reused_row : tile * kBlockM;
     if (product.gradient_of_hidden) {
       // All clusters come to their epilogues together: unless these lie in the L2 by then, they wait for the memory together.
       for (int x = column; x < min(column + kWideColumns, kept_width); x += 64) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
       int a_row = row, b_row = row;
       switch (kind) {
         case kWgradGateUp:
-          a_map = &p.columns_d_gate_up, b_map = task.replayed() ? &p.window_x : &p.ring_x, a_row = d_gate_up_row;
+          a_map = &p.columns_d_gate_up, b_map = task.replayed() ? &p.replayed_x : &p.ring_x, a_row = b_row = reused_row;
           if (!task.replayed()) b_row = task.tile() * kBlockM;
           break;
         case kWgradDown: a_map = &p.columns_dout, b_map = &p.window_weighted_h; break;
@@ -125,11 +125,11 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
       const int matrix = 2 * task.expert();
       each_block(smem, product.blocks, stage, watch, [&](uint32_t full, uint32_t a, int k) {
         if (two) {
-          ptx::tensor_load_2d(a, &p.replay_x, full, k, row);
-          ptx::tensor_load_2d(a + kABytes / 2, &p.replay_x, full, k, row + kBoxRows);
+          ptx::tensor_load_2d(a, &p.replay_x, full, k, reused_row);
+          ptx::tensor_load_2d(a + kABytes / 2, &p.replay_x, full, k, reused_row + kBoxRows);
           ptx::tensor_load_3d_multicast(a + kABytes + cta * (kBBytes / 2), &p.replay_weights, full, k, column, matrix + cta, 3);
         } else {
-          ptx::tensor_load_2d_multicast(a + cta * (kABytes / 2), &p.replay_x, full, k, row + kBoxRows * cta, 3);
+          ptx::tensor_load_2d_multicast(a + cta * (kABytes / 2), &p.replay_x, full, k, reused_row + kBoxRows * cta, 3);
           ptx::tensor_load_3d(a + kABytes, &p.replay_weights, full, k, column, matrix);
           ptx::tensor_load_3d(a + kABytes + kBBytes / 2, &p.replay_weights, full, k, column, matrix + 1);
         }
@@ -139,7 +139,7 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
       const bool up = !product.gradient_of_hidden;
       const CUtensorMap* a_map = shared ? (up ? p.shared_d_gate_up : p.local_dout) : (up ? p.d_gate_up : p.window_dout);
       const int blocks = up ? product.blocks / 2 : product.blocks, chunk = column / 64 + (two ? 2 * cta : 0);
-      const int a_row = up ? d_gate_up_row : row;
+      const int a_row = up ? reused_row : row;
       for (int side = 0; side <= static_cast<int>(up); ++side) {
         const CUtensorMap* b_map = shared ? (up ? (side == 0 ? &p.shared_gate : &p.shared_up) : &p.shared_down) : (up ? &p.gate_up_proj : &p.down_proj);
         const int matrix = shared ? 0 : (up ? 2 * task.expert() + side : task.expert()), first = side * blocks * kBlockK;
@@ -218,8 +218,9 @@ __device__ __forceinline__ void pull_rows(const BackwardParams& p, CopyRing ring
     clear_rows(padding, p.dout_out + row * p.hidden, row_bytes);
     ring.copy_rows(watch, routed, source_row(p.peer_dout, entry, p.topk, p.hidden), p.dout_out + row * p.hidden, row_bytes);
     if (p.replays(tile)) {
-      clear_rows(padding, p.x_out + row * p.hidden, row_bytes);
-      ring.copy_rows(watch, routed, source_row(p.peer_x, entry, p.topk, p.hidden), p.x_out + row * p.hidden, row_bytes);
+      __nv_bfloat16* to = p.x_out + (static_cast<int64_t>(p.reused_slot(tile)) * kRowsPerTile + ticket.in_tile) * p.hidden;
+      clear_rows(padding, to, row_bytes);
+      ring.copy_rows(watch, routed, source_row(p.peer_x, entry, p.topk, p.hidden), to, row_bytes);
     }
     if (lane < kDispatchRows) p.weight_out[row + lane] = entry < 0 ? 0.0f : p.peer_weight[row_rank(entry)][row_route(entry)];
     if (lane == 0) ptx::bulk_wait_all();

@@ -20,13 +20,13 @@ constexpr int kGateUpBlocks = 4;       // stages that bring gate and up of a dgr
 struct alignas(128) BackwardParams {
   // Loads. A operands: boxes of 64 rows x 64 columns, and of a whole row tile (replay_x: the former; gate and up: the latter).
   CUtensorMap window_dout[2], d_gate_up[2], local_dout[2], shared_d_gate_up[2];
-  CUtensorMap replay_x, ring_gate_up, window_gate_up, shared_gate_up;
+  CUtensorMap replay_x, ring_gate_up, replayed_gate_up, shared_gate_up;
   // A operands of the weight gradients, and B operands: two boxes of 64 x 64 side by side (replay_weights: 128 rows, as the forward's).
-  CUtensorMap gate_up_proj, down_proj, ring_x, window_x, window_weighted_h, replay_weights;
+  CUtensorMap gate_up_proj, down_proj, ring_x, replayed_x, window_weighted_h, replay_weights;
   CUtensorMap shared_gate, shared_up, shared_down, local_x, shared_weighted_h;
   CUtensorMap columns_dout, columns_d_gate_up, shared_columns_dout, shared_columns_d_gate_up;
   // Stores, boxes of 64 columns and a row tile, or half a row tile of d_gate_up and w * h.
-  CUtensorMap window_gate_up_out, d_gate_up_out, window_weighted_h_out, shared_d_gate_up_out, shared_weighted_h_out;
+  CUtensorMap replayed_gate_up_out, d_gate_up_out, window_weighted_h_out, shared_d_gate_up_out, shared_weighted_h_out;
   CUtensorMap d_gate_up_proj_out, d_down_proj_out, d_shared_gate_out, d_shared_up_out, d_shared_down_out;
 
   const __nv_bfloat16 *peer_x[MOK_MAX_RANKS], *peer_dout[MOK_MAX_RANKS];
@@ -46,7 +46,7 @@ struct alignas(128) BackwardParams {
 
   BackwardPlan plan;
   int ranks, tokens, topk, hidden, inter, shared_inter, wants_dx;
-  int d_gate_up_tiles;            // plan.window, or more: the ring's
+  int reused_tiles;               // plan.window, or as many as the ring has
   int adds_gate_up, adds_down;    // 1: added to the bf16 values that are there
   int lead_tiles, head_tiles, comm_ctas;
   float swiglu_limit;
@@ -64,7 +64,7 @@ struct alignas(128) BackwardParams {
   }
   __device__ __forceinline__ bool replays(int tile) const { return tile / plan.window * plan.window >= plan.saved; }
   __device__ __forceinline__ int slot(int tile) const { return tile % plan.window; }
-  __device__ __forceinline__ int d_gate_up_slot(int tile) const { return tile % d_gate_up_tiles; }
+  __device__ __forceinline__ int reused_slot(int tile) const { return tile % reused_tiles; }  // of d_gate_up and of what is replayed
   __device__ __forceinline__ uint32_t wgrad_arrivals() const { return 2 * plan.wgrad_tasks(); }
 };
 

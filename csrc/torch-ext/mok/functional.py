@@ -224,10 +224,10 @@ def _backward(ctx, dout, *_, traced=True, accumulates=False):
     buffers = accumulate.buffers(ctx, saved[:_SAVED], _WEIGHTS) if accumulates else {}
     with timeouts(int(handle[0]), int(handle[3]) / 1e9), leaving(handle):
         sums = map(buffers.get, _WEIGHTS)
-        # Gradients of gate and up take the place of what the forward saved, if no other backward will read it.
+        # If no other backward will read what the forward saved, this one may write over it.
         last = not traced and not torch._C._autograd._get_current_graph_task_keep_graph()
-        places = rest[-2:] if last else ()
-        results = ops.backward(handle, table, plan, _ready(dout), *rest, *ctx.settings, needs, *sums, *places)
+        reused = rest[-3:] if last else ()
+        results = ops.backward(handle, table, plan, _ready(dout), *rest, *ctx.settings, needs, *sums, *reused)
     accumulate.added(buffers.values())
     grads = list(no_grads)
     for bit, i in enumerate(_WANTED):
@@ -321,8 +321,9 @@ def _(
     needs,
     gate_up_buffer=None,
     down_buffer=None,
-    ring_d_gate_up=None,
-    shared_d_gate_up=None,
+    reused_x=None,
+    reused_gate_up=None,
+    reused_shared_gate_up=None,
 ):
     like = [x, weights, gate_up, down, gate, up, shared_down, scale]
     needs &= ~((gate_up_buffer is not None) << 2 | (down_buffer is not None) << 3)
