@@ -120,7 +120,8 @@ def graph(function, pool=None):
 def save(path, rows, *modules):
     """Writes a result file: rows with the commit, the date and the versions of torch and of `modules`."""
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
-    commit = git.stdout.strip() if git.returncode == 0 else os.environ.get("MOK_COMMIT", "unknown")
+    # MOK_COMMIT names it where the files are a copy, whose git may be of another commit.
+    commit = os.environ.get("MOK_COMMIT") or (git.stdout.strip() if git.returncode == 0 else "unknown")
     versions = {module.__name__: module.__version__ for module in (torch, *modules)} | {"cuda": torch.version.cuda}
     result = dict(commit=commit, date=datetime.date.today().isoformat(), versions=versions, rows=rows)
     Path(path).write_text(json.dumps(result, indent=1) + "\n")
