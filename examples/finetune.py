@@ -111,7 +111,7 @@ def main() -> None:
 
     model = load_model(args, accelerator)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=args.learning_rate)
+    optimizer = torch.optim.AdamW(trained, lr=args.learning_rate, fused=True)
     loader = DataLoader(load_sequences(args), batch_size=args.per_device_train_batch_size, shuffle=True, drop_last=True)
     # The scheduler steps once a process in an Accelerate loop.
     scheduler = get_scheduler(
