@@ -136,7 +136,7 @@ int64_t mok_backward_workspace_bytes(const MokBackwardArgs* args);
 cudaError_t mok_backward_prologue(void* dout_dst, const void* dout, void* x_dst, const void* x, float* weight_dst, const float* weight,
                                   int32_t* wants_dx_dst, int wants_dx, int tokens, int topk, int hidden, cudaStream_t stream);
 cudaError_t mok_backward(const MokBackwardArgs* args, int count, cudaStream_t stream);
-// dx [tokens, D] bf16 and d_weight [tokens, K] fp32 may be null. ids: as the forward had them; routes without an expert get a gradient of zero.
+// dx [tokens, D] bf16 and d_weight [tokens, K] fp32 may be null; dx may be shared_dx. ids: as the forward had them; routes without an expert get a gradient of zero.
 cudaError_t mok_backward_epilogue(void* dx, const void* routed, const void* shared_dx, float* d_weight, const float* dweight, const int32_t* ids,
                                   int experts, int tokens, int topk, int hidden, const uint32_t* abort_word, cudaStream_t stream);
 #ifdef __cplusplus

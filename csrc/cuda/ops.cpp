@@ -139,10 +139,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
   Tensor d_gate_up = gate_up_buffer ? rows_of(x, {0}) : grad(2, {l, 2 * i, d}), d_down = down_buffer ? rows_of(x, {0}) : grad(3, {l, d, i});
   Tensor d_shared_gate = grad(4, {s, d}), d_shared_up = grad(5, {s, d}), d_shared_down = grad(6, {d, s});
   Tensor d_shared_scale = grad(7, {n}, ScalarType::Float);
-  Tensor shared_dx = rows_of(x, {needed(0) && s ? n : 0, d});
   b.wants_dx = needed(0), b.comm_sms = static_cast<int>(comm), b.x = data_of(x), b.dout = data_of(dout), b.shared_scale = data_of<float>(shared_scale);
   b.reuses_ring = reuses;
-  b.shared_dx = needed(0) && s ? data_of(shared_dx) : nullptr;
+  b.shared_dx = needed(0) && s ? data_of(dx) : nullptr;  // the epilogue adds the routed part
   const auto weight_gradient = [&](int bit, const Tensor& t, const Optional& buffer, std::initializer_list<int64_t> sizes, int32_t& into) {
     if (!buffer) return wanted(bit, t);
     const bool fp32 = buffer->scalar_type() == ScalarType::Float;
