@@ -55,15 +55,18 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   const MokForwardArgs& a = b.forward;
   const int window = window_tiles(b);
   if (window < 1 || (may_replay(b) && a.ring_tiles % window != 0)) return cudaErrorInvalidValue;
-  const int64_t ring_rows = static_cast<int64_t>(a.ring_tiles) * kRowsPerTile, rows = static_cast<int64_t>(window) * kRowsPerTile;
+  const int64_t ring_rows = static_cast<int64_t>(a.ring_tiles) * kRowsPerTile, rows = window_rows(b);
   const int64_t hidden = a.hidden, inter = a.inter, shared = a.shared_inter;
   const ScheduleLayout s = ScheduleLayout::make(a);
   const BackwardLayout l = BackwardLayout::make(b);
   const auto buffer = [&](int64_t offset) { return at<__nv_bfloat16>(b.workspace, offset); };
   void* d_gate_up = b.ring_d_gate_up != nullptr ? b.ring_d_gate_up : buffer(l.d_gate_up);
   void* shared_d_gate_up = b.shared_d_gate_up != nullptr ? b.shared_d_gate_up : buffer(l.shared_d_gate_up);
-  p.d_gate_up_tiles = d_gate_up_tiles(b);
-  const int64_t d_gate_up_rows = static_cast<int64_t>(p.d_gate_up_tiles) * kRowsPerTile;
+  const int32_t* tile_rows = at<const int32_t>(a.schedule, s.tile_rows);
+  p.ring = {is_compact(a) ? tile_rows : nullptr, ring_slots(a)};
+  p.window = {compact_window(b) ? tile_rows : nullptr, window};
+  p.d_gate_up_places = b.ring_d_gate_up != nullptr ? p.ring : p.window;
+  const int64_t d_gate_up_rows = b.ring_d_gate_up != nullptr ? ring_rows : rows;
   bool ok = true;
   const auto rows_of = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count, int box_rows) {
     if (base != nullptr && count > 0) ok = ok && make_row_map(map, base, width, count, kBlockK, box_rows);
@@ -92,7 +95,6 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
     rows_of(p.replay_x, buffer(l.x), hidden, rows, kBoxRows);
     chunks(p.window_x, buffer(l.x), hidden, rows);
     rows_of(p.window_gate_up, buffer(l.gate_up), 2 * inter, rows, kBlockM);
-    rows_of(p.window_gate_up_out, buffer(l.gate_up), 2 * inter, rows, kBlockM);
     matrices(p.replay_weights, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts), kBoxColumns);
   }
   chunks(p.gate_up_proj, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts));
