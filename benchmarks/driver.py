@@ -59,7 +59,7 @@ def ptr(t):
 
 @dataclass
 class Settings:
-    ring_tiles: int = 0  # 0: everything fits
+    ring_tiles: int = 0  # 0: everything fits, just
     minibatch_tiles: int = 0
     lead_tiles: int = 0
     store_gate_up: bool = True
@@ -99,8 +99,8 @@ class Group:
         dev, bf = w.gate_up.device, torch.bfloat16
         n, k = max(self.max_tokens, 1), self.topk
         routes = self.R * self.max_tokens * k
-        most = max(routes // TILE + min(routes, self.L), 2)
-        self.ring_tiles = max(2, min(self.settings.ring_tiles or most, most))
+        halves = 2 * routes // TILE + min(routes, self.L)  # an expert's last tile may have half the rows
+        self.ring_tiles = max(2, self.settings.ring_tiles or -(-halves // 2))
         rows = self.ring_tiles * TILE
         new = lambda *s, dtype=bf: torch.full(
             s, float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=dev

@@ -43,7 +43,8 @@ typedef struct MokForwardArgs {
   int32_t max_tokens;   // most tokens on any rank: sizes the schedule's grid
   int32_t topk, hidden, inter, shared_inter;  // K, D, I, S (0: no shared expert)
   int32_t local_experts, first_expert;        // L, and the global id of local expert 0
-  int32_t ring_tiles;       // macrobatch: 128-row tiles the ring holds (>= 2)
+  int32_t ring_tiles;       // macrobatch: 128-row tiles the ring holds (>= 2). From (routes of all ranks / 64 + L) / 2 on it holds whatever
+                            // comes: an expert's last tile takes 64 rows there if it has no more
   int32_t minibatch_tiles;  // 128-row tiles that gate+up leads down by (0: as many as make two waves of gate+up tasks)
   int32_t lead_tiles;       // 128-row tiles that dispatch may run ahead of gate+up (0: 48, at least three minibatches)
   int32_t ladder;           // MokLadder
@@ -94,7 +95,7 @@ typedef struct MokBackwardArgs {
   // so. peer_x is pulled again for row tiles beyond the ring (replay); peer_routed takes dX rows. ring_h, shared_h, shared_y and scratch are
   // not used.
   MokForwardArgs forward;
-  int32_t window_tiles;  // 128-row tiles that the backward's own buffers hold (0: ring_tiles); divides ring_tiles
+  int32_t window_tiles;  // 128-row tiles that the backward's own buffers hold (0: as many as the ring); divides ring_tiles, unless the ring holds all
   int32_t chunk_units;   // pairs of row tiles by which one dgrad trails the other (0: as many as make one wave)
   int32_t wants_dx;      // of any rank; with more than one rank read from peer_tokens instead
   int32_t d_gate_up_into, d_down_into;  // MokInto

@@ -8,10 +8,17 @@ namespace mok::cuda {
 constexpr int kWideColumns = 256;   // columns of every output tile of the backward
 constexpr int kDotColumns = 64;     // of one partial sum of a router gradient
 
-MOK_HD int window_tiles(const MokBackwardArgs& b) { return b.window_tiles > 0 ? b.window_tiles : b.forward.ring_tiles; }
-// Row tiles of d_gate_up and of what is replayed, by tile modulo their number: the ring's or the window's.
-MOK_HD int reused_tiles(const MokBackwardArgs& b) { return b.reuses_ring != 0 ? b.forward.ring_tiles : window_tiles(b); }
-MOK_HD bool may_replay(const MokBackwardArgs& b) { return tile_capacity(b.forward) > b.forward.ring_tiles; }
+MOK_HD int window_tiles(const MokBackwardArgs& b) { return b.window_tiles > 0 ? b.window_tiles : ring_slots(b.forward); }
+// The window holds everything as the ring does, with half a tile of rows for a short tile.
+MOK_HD bool compact_window(const MokBackwardArgs& b) { return is_compact(b.forward) && window_tiles(b) >= tile_capacity(b.forward); }
+MOK_HD int64_t window_rows(const MokBackwardArgs& b) {
+  return static_cast<int64_t>(compact_window(b) ? b.forward.ring_tiles : window_tiles(b)) * kRowsPerTile;
+}
+// Where d_gate_up lies, and what is replayed: in the ring, or like the window in the workspace.
+MOK_HD int64_t reused_rows(const MokBackwardArgs& b) {
+  return b.reuses_ring != 0 ? static_cast<int64_t>(b.forward.ring_tiles) * kRowsPerTile : window_rows(b);
+}
+MOK_HD bool may_replay(const MokBackwardArgs& b) { return tile_capacity(b.forward) > ring_slots(b.forward); }
 MOK_HD int column_tiles(int width) { return static_cast<int>(ceil_div(width, kWideColumns)); }
 MOK_HD int row_pairs(int width) { return static_cast<int>(ceil_div(width, 2 * kRowsPerTile)); }
 MOK_HD int64_t grid_tiles(int rows, int columns) { return 2 * static_cast<int64_t>(row_pairs(rows)) * column_tiles(columns); }
@@ -22,7 +29,7 @@ MOK_HD int replayed_parts(const MokBackwardArgs& b) {
 }
 
 // Counters (cleared by every call): tickets | landed, replayed, d_gate_up, runs, dgrad_up [tiles] | wgrad [L] | shared d_gate_up [token tiles + 1] | stamps
-// Window, by tile % window: dOut, d_gate_up, w * h, the weights w, and for replay x and gate_up
+// Window: dOut, d_gate_up, w * h, and for replay x and gate_up, by tile % window or compact; the weights w, by tile % window
 // Partial router gradients [rows, I / 64], by absolute row; the shared expert's d_gate_up, scale * h and partials; one expert's fp32 carry
 // The ring, where it is reused, has room for all d_gate_up and for what is replayed.
 struct BackwardLayout {
@@ -32,7 +39,7 @@ struct BackwardLayout {
 
   MOK_HD static BackwardLayout make(const MokBackwardArgs& b) {
     const MokForwardArgs& a = b.forward;
-    const int64_t tiles = tile_capacity(a), counters = align256(tiles * 4), rows = static_cast<int64_t>(window_tiles(b)) * kRowsPerTile;
+    const int64_t tiles = tile_capacity(a), counters = align256(tiles * 4), rows = window_rows(b);
     const int64_t shared = a.shared_inter > 0 ? a.tokens : 0, own_rows = b.reuses_ring != 0 ? 0 : rows, own_shared = b.reuses_ring != 0 ? 0 : shared;
     const int64_t replay_rows = may_replay(b) ? own_rows : 0;
     const bool carries = tiles > window_tiles(b);
@@ -49,7 +56,8 @@ struct BackwardLayout {
     l.wgrad_done = take(a.local_experts * 4), l.shared_ready = take((shared_tiles(a) + 1) * 4);
     l.stamps = take(stamp_bytes(window_tiles(b), kRowsPerTile, column_tiles(a.inter), replayed_parts(b)));
     l.cleared_bytes = end;
-    l.dout = take(rows * a.hidden * 2), l.d_gate_up = take(own_rows * a.inter * 4), l.weighted_h = take(rows * a.inter * 2), l.weight = take(rows * 4);
+    l.dout = take(rows * a.hidden * 2), l.d_gate_up = take(own_rows * a.inter * 4), l.weighted_h = take(rows * a.inter * 2);
+    l.weight = take(static_cast<int64_t>(window_tiles(b)) * kRowsPerTile * 4);
     l.x = take(replay_rows * a.hidden * 2), l.gate_up = take(replay_rows * a.inter * 4);
     l.dots = take(tiles * kRowsPerTile * (a.inter / kDotColumns) * 4);
     l.shared_d_gate_up = take(own_shared * a.shared_inter * 4), l.shared_weighted_h = take(shared * a.shared_inter * 2);
@@ -74,7 +82,7 @@ inline BackwardPlan plan_of(const MokBackwardArgs& b, int clusters) {
   p.tile_prefix = at<const int32_t>(a.schedule, s.tile_prefix);
   p.unit_prefix = at<const int32_t>(a.schedule, s.unit_prefix);
   p.expert_rows = at<const int32_t>(a.schedule, s.expert_rows);
-  p.experts = a.local_experts, p.window = window_tiles(b), p.saved = a.ring_tiles, p.tokens = a.tokens;
+  p.experts = a.local_experts, p.window = window_tiles(b), p.saved = ring_slots(a), p.tokens = a.tokens;
   p.replay_columns = static_cast<int>(ceil_div(a.inter, kGateUpColumns));
   p.down_columns = column_tiles(a.inter), p.up_columns = column_tiles(a.hidden);
   const auto grid = [](const void* wanted, int rows, int columns) { return wanted != nullptr ? WgradGrid{row_pairs(rows), column_tiles(columns)} : WgradGrid{0, 0}; };

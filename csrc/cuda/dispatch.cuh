@@ -107,8 +107,9 @@ __device__ __forceinline__ void dispatch_head(const sm90::ForwardParams& p, int 
   for_head_rows(watch_of(p.limits), min(p.head_tiles, tiles), cta, ctas, p.x_ready, tiles - 1, -1, [&](int tile, int r) {
     const int64_t entry = p.rows[static_cast<int64_t>(tile) * kRowsPerTile + r];
     stamp(p.stamps, kStampPulled, tile, r, 1, false);
-    copy_row(reinterpret_cast<uint4*>(p.ring_x_out + (static_cast<int64_t>(tile % p.ring_tiles) * kRowsPerTile + r) * p.hidden),
-             reinterpret_cast<const uint4*>(source_row(p.peer_x, entry, p.topk, p.hidden)), p.hidden / 8);
+    if (p.ring.owns(tile, r))
+      copy_row(reinterpret_cast<uint4*>(p.ring_x_out + (static_cast<int64_t>(p.ring.row(tile)) + r) * p.hidden),
+               reinterpret_cast<const uint4*>(source_row(p.peer_x, entry, p.topk, p.hidden)), p.hidden / 8);
     stamp(p.stamps, kStampPulled, tile, r, 1, true);
   });
 }
@@ -136,20 +137,20 @@ __device__ __forceinline__ void dispatch_rows(const sm90::ForwardParams& p, Copy
   while (ticket.take(p.tickets + kDispatchTicket, p.head_tiles, tiles) && !__any_sync(~0u, watch.dead)) {
     const int tile = tiles - 1 - ticket.index;
     const int64_t entry = lane < kDispatchRows ? p.rows[static_cast<int64_t>(tile) * kRowsPerTile + ticket.in_tile + lane] : 0;
-    __nv_bfloat16* to = p.ring_x_out + (static_cast<int64_t>(tile % p.ring_tiles) * kRowsPerTile + ticket.in_tile) * p.hidden;
+    __nv_bfloat16* to = p.ring_x_out + (static_cast<int64_t>(p.ring.row(tile)) + ticket.in_tile) * p.hidden;
     dawdle_warp();
     if (!kSlotFault && lane == 0 && tile + p.lead_tiles < tiles) {
-      // lead_tiles <= ring_tiles. Running further ahead only pushes rows out of the L2 before they are multiplied.
+      // lead_tiles <= ring.slots. Running further ahead only pushes rows out of the L2 before they are multiplied.
       wait_counter(watch, p.h_ready + tile + p.lead_tiles, p.columns.gate_up, kWaitSlot, tile);
       // The slot's previous occupant comes earlier in the order, but tiles do not end in the order they began in.
-      if (p.lead_tiles < p.ring_tiles && tile + p.ring_tiles < tiles)
-        wait_counter(watch, p.h_ready + tile + p.ring_tiles, p.columns.gate_up, kWaitSlot, tile);
+      if (p.lead_tiles < p.ring.slots && tile + p.ring.slots < tiles)
+        wait_counter(watch, p.h_ready + tile + p.ring.slots, p.columns.gate_up, kWaitSlot, tile);
       ptx::fence_proxy_async();
     }
     __syncwarp();
     stamp(p.stamps, kStampPulled, tile, ticket.in_tile, kDispatchRows, false);
     const uint32_t padding = __ballot_sync(~0u, lane < kDispatchRows && entry < 0);
-    clear_rows(padding, to, row_bytes);
+    if (padding != 0 && p.ring.owns(tile, ticket.in_tile)) clear_rows(padding, to, row_bytes);
     ring.copy_rows(watch, ~padding & kTicketRows, source_row(p.peer_x, entry, p.topk, p.hidden), to, row_bytes);
     if (lane == 0) ptx::bulk_wait_all();  // the rows are in memory, not merely read out of shared memory
     stamp(p.stamps, kStampPulled, tile, ticket.in_tile, kDispatchRows, true);

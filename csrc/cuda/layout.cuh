@@ -9,6 +9,7 @@ namespace mok::cuda {
 constexpr int kRoutesPerChunk = 512;    // routes that one warp places
 constexpr int kDispatchRows = 8;       // rows a dispatch ticket pulls
 constexpr int kConsumerWarps = 8;
+constexpr int kHalfRows = kRowsPerTile / 2;  // what a consumer warpgroup has of a tile; a short tile has no more rows
 
 // Written by the schedule kernels, read by everything after them.
 struct ScheduleHeader {
@@ -42,6 +43,18 @@ MOK_HD int64_t tile_capacity(const MokForwardArgs& a) {
   const int64_t routes = most_routes(a);
   return routes / kRowsPerTile + (routes < a.local_experts ? routes : a.local_experts);
 }
+// Halves of row tiles that have rows, at most.
+MOK_HD int64_t half_capacity(const MokForwardArgs& a) {
+  const int64_t routes = most_routes(a);
+  return routes / kHalfRows + (routes < a.local_experts ? routes : a.local_experts);
+}
+// The ring holds everything, whatever the routing, with half a tile of rows for a short tile (ScheduleLayout::tile_rows). If it does not, tile t lies
+// in slot t modulo the ring, 128 rows each.
+MOK_HD bool is_compact(const MokForwardArgs& a) { return 2 * static_cast<int64_t>(a.ring_tiles) >= half_capacity(a); }
+// Tiles that the ring has room for: more than its rows / 128 where it is compact.
+MOK_HD int ring_slots(const MokForwardArgs& a) {
+  return is_compact(a) ? max_of(static_cast<int>(tile_capacity(a)), a.ring_tiles) : a.ring_tiles;
+}
 MOK_HD int64_t shared_tiles(const MokForwardArgs& a) { return a.shared_inter > 0 ? ceil_div(a.tokens, kRowsPerTile) : 0; }
 MOK_HD int64_t chunks_per_rank(const MokForwardArgs& a) {
   const int64_t n = ceil_div(static_cast<int64_t>(a.max_tokens) * a.topk, kRoutesPerChunk);
@@ -66,7 +79,7 @@ inline Lag lag_of(const MokForwardArgs& a) {
     const int columns = static_cast<int>(ceil_div(a.inter, kGateUpColumns));
     minibatch = 2 * static_cast<int>(ceil_div(2 * (sms / 2), columns));
   }
-  return choose_lag(minibatch, a.ring_tiles);
+  return choose_lag(minibatch, ring_slots(a));
 }
 
 // Gate and up of one expert take at most half of the L2. Measured (by unit / by column): forward 1.07 times as fast at q30b, 1.01 at air and qwen;
@@ -75,9 +88,10 @@ inline bool walks_by_unit(int64_t hidden, int64_t inter) {
   return 4 * hidden * inter <= device_attribute(cudaDevAttrL2CacheSize) / 2;
 }
 
-// schedule: header | tile_prefix [L + 1] | unit_prefix [L + 1] | pair_prefix [L + 1] | counts [L] | first_unit [T + 2] (unit, pairs before it) | rows [128 T] | tasks
+// schedule: header | tile_prefix [L + 1] | unit_prefix [L + 1] | pair_prefix [L + 1] | counts [L] | first_unit [T + 2] (unit, pairs before it) |
+// tile_rows [T + 1] (first row of each tile where short tiles have half of the rows, and the end) | rows [128 T] | tasks
 struct ScheduleLayout {
-  int64_t tile_prefix, unit_prefix, pair_prefix, expert_rows, first_unit, rows, tasks, bytes;
+  int64_t tile_prefix, unit_prefix, pair_prefix, expert_rows, first_unit, tile_rows, rows, tasks, bytes;
 
   MOK_HD static ScheduleLayout make(const MokForwardArgs& a) {
     const int64_t tiles = tile_capacity(a), prefix = align256((a.local_experts + 1) * 4);
@@ -88,7 +102,8 @@ struct ScheduleLayout {
     l.pair_prefix = l.unit_prefix + prefix;
     l.expert_rows = l.pair_prefix + prefix;
     l.first_unit = l.expert_rows + prefix;
-    l.rows = l.first_unit + align256((tiles + 2) * 8);
+    l.tile_rows = l.first_unit + align256((tiles + 2) * 8);
+    l.rows = l.tile_rows + align256((tiles + 1) * 4);
     l.tasks = l.rows + align256(tiles * kRowsPerTile * 8);
     const int64_t tasks = tiles * (c.gate_up + c.down) + shared_tiles(a) * (c.shared_gate_up + c.shared_down);
     l.bytes = l.tasks + align256(tasks * 8);
@@ -110,7 +125,7 @@ struct ScratchLayout {
     l.down_done = l.h_ready + tiles;
     l.shared_h_ready = l.down_done + tiles;
     l.stamps = l.shared_h_ready + align256(shared_tiles(a) * 4);
-    l.cleared_bytes = l.stamps + align256(stamp_bytes(a.ring_tiles, kRowsPerTile, columns_of(a).gate_up, 0));
+    l.cleared_bytes = l.stamps + align256(stamp_bytes(ring_slots(a), kRowsPerTile, columns_of(a).gate_up, 0));
     l.totals = l.cleared_bytes;
     l.partial = l.totals + align256(static_cast<int64_t>(a.ranks) * a.local_experts * 4);
     l.bytes = l.partial + align256(static_cast<int64_t>(a.ranks) * chunks_per_rank(a) * a.local_experts * 4);
@@ -120,6 +135,17 @@ struct ScratchLayout {
 
 // Tickets: dispatch and compute counters lie 128 bytes apart, so their atomics do not share a line.
 constexpr int kComputeTicket = 0, kDispatchTicket = 32;
+
+// Where the row tiles of a buffer lie.
+struct Places {
+  const int32_t* rows;  // the first row of each (ScheduleLayout::tile_rows) where the buffer is compact, or null
+  int slots;            // tiles that it has room for
+  __device__ __forceinline__ int row(int tile) const { return rows != nullptr ? __ldg(rows + tile) : tile % slots * kRowsPerTile; }
+  // Whether rows from `in_tile` on are the tile's own: the next expert's lie where a short tile has none.
+  __device__ __forceinline__ bool owns(int tile, int in_tile) const {
+    return rows == nullptr || in_tile < kHalfRows || __ldg(rows + tile + 1) - __ldg(rows + tile) > kHalfRows;
+  }
+};
 
 template <class T>
 MOK_HD T* at(void* base, int64_t offset) {

@@ -2,8 +2,8 @@
 //
 // Three launches, no host sync, one pass over the routes for counting and one for placing:
 //   count   a warp per chunk of 512 routes of one source rank: routes to each local expert; also clears the call's counters
-//   prefix  one CTA: chunk counts -> offsets, rows an expert and source rank, tile / unit / pair prefixes, header
-//   place   a warp per chunk: each route's ordinal within (source rank, expert) -> its row; further CTAs write padding rows and tasks
+//   prefix  one CTA: chunk counts -> offsets, rows an expert and source rank, tile / unit / pair prefixes, each expert's first row, header
+//   place   a warp per chunk: each route's ordinal within (source rank, expert) -> its row; further CTAs write padding rows, tiles' rows and tasks
 // Ids are read from the peers' buffers directly. A route whose id is not an expert of this rank is skipped, whatever its value.
 #include "../common/ring.h"
 #include "../common/schedule.h"
@@ -32,6 +32,7 @@ struct ScheduleArgs {
   __device__ int32_t* pair_prefix() const { return at<int32_t>(a.schedule, s.pair_prefix); }
   __device__ int32_t* expert_rows() const { return at<int32_t>(a.schedule, s.expert_rows); }
   __device__ int2* first_unit() const { return at<int2>(a.schedule, s.first_unit); }
+  __device__ int32_t* tile_rows() const { return at<int32_t>(a.schedule, s.tile_rows); }
   __device__ int64_t* rows() const { return at<int64_t>(a.schedule, s.rows); }
   __device__ uint64_t* tasks() const { return at<uint64_t>(a.schedule, s.tasks); }
   __device__ ScheduleHeader* header() const { return at<ScheduleHeader>(a.schedule, 0); }
@@ -125,22 +126,25 @@ __global__ void __launch_bounds__(kPrefixThreads) prefix_kernel(const __grid_con
   __syncthreads();
   __shared__ int sums[4];
   if (threadIdx.x < 32) {
-    int tile_base = 0, unit_base = 0, pair_base = 0, row_base = 0;
+    int tile_base = 0, unit_base = 0, pair_base = 0, row_base = 0, half_base = 0;
     for (int first = 0; first < experts; first += 32) {
       const int e = first + threadIdx.x;
       int rows = 0;
       for (int r = 0; r < s.a.ranks && e < experts; ++r) rows += s.totals()[r * experts + e];
       const int tiles = (rows + kRowsPerTile - 1) / kRowsPerTile;
       const int t = inclusive_scan(tiles), u = inclusive_scan((tiles + 1) / 2), q = inclusive_scan(tiles / 2), n = inclusive_scan(rows);
+      const int h = inclusive_scan((rows + kHalfRows - 1) / kHalfRows);
       if (e < experts) {
         s.expert_rows()[e] = rows;
         s.tile_prefix()[e + 1] = tile_base + t, s.unit_prefix()[e + 1] = unit_base + u, s.pair_prefix()[e + 1] = pair_base + q;
+        s.tile_rows()[tile_base + t] = (half_base + h) * kHalfRows;  // of the next expert's first tile
       }
       tile_base += __shfl_sync(~0u, t, 31), unit_base += __shfl_sync(~0u, u, 31);
       pair_base += __shfl_sync(~0u, q, 31), row_base += __shfl_sync(~0u, n, 31);
+      half_base += __shfl_sync(~0u, h, 31);
     }
     if (threadIdx.x == 0) {
-      s.tile_prefix()[0] = s.unit_prefix()[0] = s.pair_prefix()[0] = 0;
+      s.tile_prefix()[0] = s.unit_prefix()[0] = s.pair_prefix()[0] = s.tile_rows()[0] = 0;
       sums[0] = tile_base, sums[1] = unit_base, sums[2] = pair_base, sums[3] = row_base;
     }
   }
@@ -199,7 +203,7 @@ __device__ void write_tasks(const ScheduleArgs& s, const Prefixes& prefixes, int
   }
 }
 
-// grid (blocks for chunks and then for padding and tasks, ranks); a warp per chunk. Shared memory: offsets [warps][experts].
+// grid (blocks for chunks and then for padding, tiles' rows and tasks, ranks); a warp per chunk. Shared memory: offsets [warps][experts].
 __global__ void __launch_bounds__(kPlaceWarps * 32) place_kernel(const __grid_constant__ ScheduleArgs s, int chunk_blocks) {
   extern __shared__ int32_t offsets[];
   const int experts = s.a.local_experts, warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.y;
@@ -207,9 +211,12 @@ __global__ void __launch_bounds__(kPlaceWarps * 32) place_kernel(const __grid_co
     const int worker = ((blockIdx.x - chunk_blocks) * gridDim.y + rank) * kPlaceWarps + warp;
     const int workers = (gridDim.x - chunk_blocks) * gridDim.y * kPlaceWarps;
     for (int e = worker; e < experts; e += workers) {
-      const int64_t begin = static_cast<int64_t>(s.tile_prefix()[e]) * kRowsPerTile + s.expert_rows()[e];
-      const int64_t end = static_cast<int64_t>(s.tile_prefix()[e + 1]) * kRowsPerTile;
+      const int first = s.tile_prefix()[e], last = s.tile_prefix()[e + 1];
+      const int64_t begin = static_cast<int64_t>(first) * kRowsPerTile + s.expert_rows()[e];
+      const int64_t end = static_cast<int64_t>(last) * kRowsPerTile;
       for (int64_t row = begin + lane; row < end; row += 32) s.rows()[row] = kPaddingRow;
+      const int first_row = s.tile_rows()[first];
+      for (int tile = first + 1 + lane; tile < last; tile += 32) s.tile_rows()[tile] = first_row + (tile - first) * kRowsPerTile;
     }
     int32_t* copy = offsets;
     for (int i = threadIdx.x; i <= experts; i += blockDim.x) {
@@ -276,7 +283,7 @@ cudaError_t mok_schedule(const MokForwardArgs* args, cudaStream_t stream) {
   count_kernel<<<dim3(s.chunks, a.ranks), kCountThreads, count_shared, stream>>>(s);
   prefix_kernel<<<1, kPrefixThreads, 0, stream>>>(s);
   const int chunk_blocks = static_cast<int>(mok::ceil_div(s.chunks, kPlaceWarps));
-  const int more = static_cast<int>(mok::ceil_div(64, a.ranks));  // 256 warps for padding and tasks
+  const int more = static_cast<int>(mok::ceil_div(64, a.ranks));  // 256 warps for padding, tiles' rows and tasks
   place_kernel<<<dim3(chunk_blocks + more, a.ranks), kPlaceWarps * 32, place_shared, stream>>>(s, chunk_blocks);
   return cudaGetLastError();
 }

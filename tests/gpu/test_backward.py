@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 
+from tests.gpu.test_forward import short_tiles
+
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = 1e-2
@@ -197,6 +199,40 @@ def test_bits_do_not_depend_on_settings(lib):
                 baseline = got
                 close(got, expected)
             same(got, baseline)
+
+
+@pytest.mark.parametrize("shared", (0, 192))
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_short_tiles(lib, ranks, shared):
+    """An expert begins 64 rows behind the last tile of another where ring and window hold everything, or the ring."""
+    from driver_backward import Wants
+
+    shape = dict(**short_tiles(ranks), hidden=512, inter=320, shared=shared)
+    group, *inputs = build(lib, **shape)
+    baseline, least = gradients(group, *inputs), group.ring_tiles  # of a ring that holds everything
+    close(baseline, reference(group, *inputs))
+    for settings, how in (
+        (dict(), dict(again=True)),
+        (dict(), dict(reuses_ring=True)),
+        (dict(), dict(window_tiles=least + 20)),
+        (dict(), dict(window_tiles=least)),
+        (dict(), dict(window_tiles=3)),
+        (dict(), dict(window_tiles=1, reuses_ring=True)),
+        (dict(), dict(comm_sms=8)),
+        (dict(), dict(comm_sms=8, window_tiles=4, reuses_ring=True)),
+        (dict(), dict(chunk_units=1)),
+        (dict(), dict(wants=Wants(experts=False))),
+        (dict(sm_limit=8), dict(reuses_ring=True)),
+        (dict(ring_tiles=least + 9), dict()),
+        (dict(ring_tiles=least + 9), dict(window_tiles=5, reuses_ring=True)),
+        (dict(ring_tiles=least - 1), dict()),
+        (dict(ring_tiles=6), dict(window_tiles=3)),
+        (dict(ring_tiles=4), dict(window_tiles=2, reuses_ring=True)),
+        (dict(ring_tiles=2), dict(window_tiles=1, comm_sms=8)),
+    ):
+        group, *_ = build(lib, **shape, **settings)
+        for one_launch in (True, False):
+            same(gradients(group, *inputs, one_launch=one_launch, **how), baseline)
 
 
 def test_bits_do_not_depend_on_the_number_of_ranks(lib):

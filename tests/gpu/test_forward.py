@@ -165,20 +165,74 @@ def test_bits_do_not_depend_on_the_number_of_ranks(lib):
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-def test_padding_rows_are_zero_and_gate_up_is_kept(lib):
-    """What the backward relies on: gate and up of every row in the ring, zeros where a last tile is padded."""
-    group, xs, ids, ws, scales, expected = build(lib, ranks=1, tokens=[500], hidden=512, inter=192, experts=8, topk=2)
+# Of each expert. Last tiles of at most 64 rows and of more, one behind the other, and experts without rows.
+ROWS = (1, 64, 0, 65, 128, 129, 63, 0, 192, 193, 37, 5)
+
+
+def short_tiles(ranks):
+    """What `build` takes for experts with ROWS, in tokens of all ranks. The second route of a token is masked."""
+    order = torch.randperm(sum(ROWS), generator=torch.Generator().manual_seed(7))
+    parts = torch.arange(len(ROWS)).repeat_interleave(torch.tensor(ROWS))[order].tensor_split(ranks)
+    ids = lambda r, n: torch.stack([parts[r], torch.full((n,), -1)], 1).cuda()
+    return dict(ranks=ranks, tokens=[len(p) for p in parts], experts=len(ROWS) // ranks, topk=2, ids=ids)
+
+
+@pytest.mark.parametrize("shared", (0, 192))
+@pytest.mark.parametrize("ranks", (1, 2, 4))
+def test_short_tiles(lib, ranks, shared):
+    """An expert begins 64 rows behind the last tile of another where the ring holds everything, and 128 in others."""
+    shape = dict(**short_tiles(ranks), hidden=512, inter=320, shared=shared)
+    group, *inputs, expected = build(lib, **shape)
+    baseline, least = forward(group, *inputs), group.ring_tiles  # of a ring that holds everything
+    close(baseline, expected)
+    for settings in (
+        dict(ring_tiles=least + 9),
+        dict(ring_tiles=least - 1),
+        dict(ring_tiles=2),
+        dict(ring_tiles=3, comm_sms=8),
+        dict(comm_sms=8),
+        dict(sm_limit=8),
+        dict(minibatch_tiles=1, lead_tiles=1),
+        dict(store_gate_up=False),
+    ):
+        group, *_ = build(lib, **shape, **settings)
+        for one_launch in (True, False):
+            outs = forward(group, *inputs, one_launch=one_launch)
+            assert all(torch.equal(a, b) for a, b in zip(outs, baseline, strict=True)), (settings, one_launch)
+
+
+@pytest.mark.parametrize("comm_sms", (0, 8))
+@pytest.mark.parametrize("shared", (0, 192))
+def test_padding_rows_are_zero_and_gate_up_is_kept(lib, shared, comm_sms):
+    """What the backward relies on: gate and up of every row, zeros up to where the next expert begins."""
+    shape = dict(**short_tiles(1), hidden=512, inter=192, shared=shared)
+    group, xs, ids, ws, scales, expected = build(lib, **shape, comm_sms=comm_sms)
     close(forward(group, xs, ids, ws, scales), expected)
     b, weights = group.ranks[0], group.weights[0]
-    counts = torch.bincount(ids[0][ids[0] >= 0].flatten(), minlength=8).tolist()
-    tile = 0
-    for e, n in enumerate(counts):
-        x = b["ring_x"][tile * 128 : (tile + -(-n // 128)) * 128]
-        kept = b["ring_gate_up"][tile * 128 : tile * 128 + x.shape[0]]
+    names, begin = ("ring_x", "ring_gate_up", "ring_h"), 0
+    for e, n in enumerate(ROWS):
+        end = begin + -(-n // 64) * 64
+        x, kept, h = (b[name][begin:end] for name in names)
         want = x.double() @ weights.gate_up[e].double().T
-        assert ((kept.double() - want).norm() / want.norm()) < TOLERANCE
+        assert n == 0 or (kept.double() - want).norm() / want.norm() < TOLERANCE
+        assert not kept[n:].any() and not x[n:].any() and not h[n:].any()
+        begin = end
+    assert all(b[name][begin:].numel() and b[name][begin:].isnan().all() for name in names)
+
+
+def test_tiles_of_a_ring_have_128_rows(lib):
+    """The ring ends with its first tiles, each in a slot of its own, padded with zeros."""
+    group, xs, ids, ws, scales, expected = build(lib, **short_tiles(1), hidden=512, inter=192, ring_tiles=9)
+    close(forward(group, xs, ids, ws, scales), expected)
+    b, weights, tile = group.ranks[0], group.weights[0], 0
+    for e, n in enumerate(ROWS):
+        end = min(tile + -(-n // 128), 9)
+        x, kept = (b[name][tile * 128 : end * 128] for name in ("ring_x", "ring_gate_up"))
+        want = x.double() @ weights.gate_up[e].double().T
+        assert want.numel() == 0 or (kept.double() - want).norm() / want.norm() < TOLERANCE
         assert not kept[n:].any() and not x[n:].any()
-        tile += -(-n // 128)
+        tile = end
+    assert tile == 9 < group.header()["tiles"]
 
 
 @pytest.mark.parametrize("comm_sms", (0, 8))

@@ -55,7 +55,7 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   const MokForwardArgs& a = b.forward;
   const int window = window_tiles(b);
   if (window < 1 || (may_replay(b) && a.ring_tiles % window != 0)) return cudaErrorInvalidValue;
-  const int64_t ring_rows = static_cast<int64_t>(a.ring_tiles) * kRowsPerTile, rows = static_cast<int64_t>(window) * kRowsPerTile;
+  const int64_t ring_rows = static_cast<int64_t>(a.ring_tiles) * kRowsPerTile, rows = window_rows(b);
   const int64_t hidden = a.hidden, inter = a.inter, shared = a.shared_inter;
   const ScheduleLayout s = ScheduleLayout::make(a);
   const BackwardLayout l = BackwardLayout::make(b);
@@ -65,8 +65,10 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   void* shared_d_gate_up = reuses ? a.shared_gate_up : buffer(l.shared_d_gate_up);
   void* replayed_x = reuses ? a.ring_x : buffer(l.x);
   void* replayed_gate_up = reuses ? a.ring_gate_up : buffer(l.gate_up);
-  p.reused_tiles = reused_tiles(b);
-  const int64_t reused_rows = static_cast<int64_t>(p.reused_tiles) * kRowsPerTile;
+  const int32_t* tile_rows = at<const int32_t>(a.schedule, s.tile_rows);
+  p.ring = {is_compact(a) ? tile_rows : nullptr, ring_slots(a)};
+  p.window = {compact_window(b) ? tile_rows : nullptr, window};
+  p.reused = reuses ? p.ring : p.window;
   bool ok = true;
   const auto rows_of = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count, int box_rows) {
     if (base != nullptr && count > 0) ok = ok && make_row_map(map, base, width, count, kBlockK, box_rows);
@@ -85,17 +87,16 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   chunks(p.ring_x, a.ring_x, hidden, ring_rows);
   rows_of(p.ring_gate_up, a.ring_gate_up, 2 * inter, ring_rows, kBlockM);
   load(p.window_dout, buffer(l.dout), hidden, rows);
-  load(p.d_gate_up, d_gate_up, 2 * inter, reused_rows);
+  load(p.d_gate_up, d_gate_up, 2 * inter, reused_rows(b));
   chunks(p.columns_dout, buffer(l.dout), hidden, rows);
-  chunks(p.columns_d_gate_up, d_gate_up, 2 * inter, reused_rows);
+  chunks(p.columns_d_gate_up, d_gate_up, 2 * inter, reused_rows(b));
   chunks(p.window_weighted_h, buffer(l.weighted_h), inter, rows);
-  store(p.d_gate_up_out, d_gate_up, 2 * inter, reused_rows);
+  store(p.d_gate_up_out, d_gate_up, 2 * inter, reused_rows(b));
   store(p.window_weighted_h_out, buffer(l.weighted_h), inter, rows);
   if (may_replay(b)) {
-    rows_of(p.replay_x, replayed_x, hidden, reused_rows, kBoxRows);
-    chunks(p.replayed_x, replayed_x, hidden, reused_rows);
-    rows_of(p.replayed_gate_up, replayed_gate_up, 2 * inter, reused_rows, kBlockM);
-    rows_of(p.replayed_gate_up_out, replayed_gate_up, 2 * inter, reused_rows, kBlockM);
+    rows_of(p.replay_x, replayed_x, hidden, reused_rows(b), kBoxRows);
+    chunks(p.replayed_x, replayed_x, hidden, reused_rows(b));
+    rows_of(p.replayed_gate_up, replayed_gate_up, 2 * inter, reused_rows(b), kBlockM);
     matrices(p.replay_weights, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts), kBoxColumns);
   }
   chunks(p.gate_up_proj, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts));

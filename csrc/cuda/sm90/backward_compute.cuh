@@ -113,7 +113,7 @@ __device__ __forceinline__ void compute_backward_tiles(const BackwardParams& p, 
       const int64_t first = static_cast<int64_t>(tile) * kBlockM + in_tile;  // among all rows, or tokens
       g.rows = shared ? min(16, p.tokens - static_cast<int>(first)) : 16;
       g.dots = (shared ? p.shared_dots : p.dots) + first * g.parts;
-      const int row0 = (shared ? tile : p.slot(tile)) * kBlockM + in_tile;
+      const int row0 = (shared ? tile * kBlockM : p.weight_row(tile)) + in_tile;
       float weight[2] = {1.0f, 1.0f};
       if (!shared || p.shared_scale != nullptr) {
 #pragma unroll

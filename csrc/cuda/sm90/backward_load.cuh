@@ -39,7 +39,7 @@ __device__ __forceinline__ bool wait_inputs(const BackwardParams& p, const Backw
     case kDgradDown:
       ok = wait_counter(watch, p.landed + tile, kRowsPerTile, kWaitDispatched, tile);
       if (ok && task.kind() == kDgradDown && task.replayed()) ok = wait_counter(watch, p.replayed + tile, plan.replay_columns, kWaitReplayed, tile);
-      if (ok && dx && tile >= p.reused_tiles) ok = wait_counter(watch, p.up_done + tile - p.reused_tiles, plan.up_columns, kWaitSlot, tile);
+      if (ok && dx && tile >= p.reused.slots) ok = wait_counter(watch, p.up_done + tile - p.reused.slots, plan.up_columns, kWaitSlot, tile);
       break;
     case kDgradUp: ok = wait_counter(watch, p.d_gate_up_ready + tile, plan.down_columns, kWaitHidden, tile); break;
     case kSharedDgradUp: ok = wait_counter(watch, p.shared_ready + tile, plan.shared_down_columns, kWaitHidden, tile); break;
@@ -84,15 +84,17 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
     const bool two = task.two(), shared = product.shared;
     const int tile = task.tile_of(cta);
     const int column = task.column_of(cta) * (kind == kReplay ? kGateUpColumns : kWideColumns);
-    const int row = (shared ? tile : p.slot(tile)) * kBlockM;  // of the row tile, in the window or among this rank's tokens
-    const int reused_row = (shared ? tile : p.reused_slot(tile)) * kBlockM;
+    // Of the row tile, in the window or among this rank's tokens; of its d_gate_up; and of its x, gate and up.
+    const int row = shared ? tile * kBlockM : p.window.row(tile);
+    const int reused_row = shared ? tile * kBlockM : p.reused.row(tile);
+    const int kept_row = shared || task.replayed() ? reused_row : p.ring.row(tile);
     dawdle();
     if (!wait_inputs(p, task, tile, dx, watch)) break;
     if (!shared) check_inputs<1>(p, task, tile, watch);
     dawdle();
     // Gate and up of a dgrad_down tile, for its epilogue.
     const CUtensorMap* kept = shared ? &p.shared_gate_up : (task.replayed() ? &p.replayed_gate_up : &p.ring_gate_up);
-    const int kept_width = shared ? p.shared_inter : p.inter, kept_row = shared || task.replayed() ? reused_row : tile * kBlockM;
+    const int kept_width = shared ? p.shared_inter : p.inter;
     if (product.gradient_of_hidden) {
       // All clusters come to their epilogues together: unless these lie in the L2 by then, they wait for the memory together.
       for (int x = column; x < min(column + kWideColumns, kept_width); x += 64) {
@@ -102,14 +104,13 @@ __device__ __forceinline__ void load_backward_operands(const BackwardParams& p, 
     }
 
     if (product.wgrad) {
-      // The tiles of a macrobatch lie one behind the other in the window, and its first rows in the ring.
+      // An expert's tiles in a macrobatch lie one behind the other, in the window and in the ring.
       const int output_row = task.row_of(cta) * kBlockM + (kind == kSharedWgradUp ? p.shared_inter : 0);
       const CUtensorMap *a_map, *b_map;
       int a_row = row, b_row = row;
       switch (kind) {
         case kWgradGateUp:
-          a_map = &p.columns_d_gate_up, b_map = task.replayed() ? &p.replayed_x : &p.ring_x, a_row = b_row = reused_row;
-          if (!task.replayed()) b_row = task.tile() * kBlockM;
+          a_map = &p.columns_d_gate_up, b_map = task.replayed() ? &p.replayed_x : &p.ring_x, a_row = reused_row, b_row = kept_row;
           break;
         case kWgradDown: a_map = &p.columns_dout, b_map = &p.window_weighted_h; break;
         case kSharedWgradDown: a_map = &p.shared_columns_dout, b_map = &p.shared_weighted_h; break;
@@ -196,7 +197,7 @@ __device__ __forceinline__ void pull_rows(const BackwardParams& p, CopyRing ring
   while (ticket.take(p.tickets + kDispatchTicket, p.head_tiles, tiles) && !__any_sync(~0u, watch.dead)) {
     const int tile = ticket.index;
     const int64_t entry = lane < kDispatchRows ? p.rows[static_cast<int64_t>(tile) * kRowsPerTile + ticket.in_tile + lane] : 0;
-    const int64_t row = static_cast<int64_t>(p.slot(tile)) * kRowsPerTile + ticket.in_tile;
+    const int64_t row = static_cast<int64_t>(p.window.row(tile)) + ticket.in_tile;
     dawdle_warp();
     if (!kSlotFault && lane == 0) {
       if (tile >= p.lead_tiles)
@@ -215,14 +216,15 @@ __device__ __forceinline__ void pull_rows(const BackwardParams& p, CopyRing ring
     __syncwarp();
     stamp(p.stamps, kStampPulled, tile, ticket.in_tile, kDispatchRows, false);
     const uint32_t padding = __ballot_sync(~0u, lane < kDispatchRows && entry < 0), routed = ~padding & kTicketRows;
-    clear_rows(padding, p.dout_out + row * p.hidden, row_bytes);
+    if (padding != 0 && p.window.owns(tile, ticket.in_tile)) clear_rows(padding, p.dout_out + row * p.hidden, row_bytes);
     ring.copy_rows(watch, routed, source_row(p.peer_dout, entry, p.topk, p.hidden), p.dout_out + row * p.hidden, row_bytes);
     if (p.replays(tile)) {
-      __nv_bfloat16* to = p.x_out + (static_cast<int64_t>(p.reused_slot(tile)) * kRowsPerTile + ticket.in_tile) * p.hidden;
+      __nv_bfloat16* to = p.x_out + static_cast<int64_t>(p.reused.row(tile) + ticket.in_tile) * p.hidden;
       clear_rows(padding, to, row_bytes);
       ring.copy_rows(watch, routed, source_row(p.peer_x, entry, p.topk, p.hidden), to, row_bytes);
     }
-    if (lane < kDispatchRows) p.weight_out[row + lane] = entry < 0 ? 0.0f : p.peer_weight[row_rank(entry)][row_route(entry)];
+    if (lane < kDispatchRows)
+      p.weight_out[p.weight_row(tile) + ticket.in_tile + lane] = entry < 0 ? 0.0f : p.peer_weight[row_rank(entry)][row_route(entry)];
     if (lane == 0) ptx::bulk_wait_all();
     stamp(p.stamps, kStampPulled, tile, ticket.in_tile, kDispatchRows, true);
     __syncwarp();
@@ -233,11 +235,12 @@ __device__ __forceinline__ void pull_rows(const BackwardParams& p, CopyRing ring
 // The first tiles, of macrobatch 0, by the consumer warps.
 __device__ __forceinline__ void pull_head(const BackwardParams& p, int cta, int ctas) {
   for_head_rows(watch_of(p.limits), min(p.head_tiles, p.header->tiles), cta, ctas, p.landed, 0, 1, [&](int tile, int r) {
-    const int64_t row = static_cast<int64_t>(tile) * kRowsPerTile + r, entry = p.rows[row];
+    const int64_t entry = p.rows[static_cast<int64_t>(tile) * kRowsPerTile + r];
     stamp(p.stamps, kStampPulled, tile, r, 1, false);
-    copy_row(reinterpret_cast<uint4*>(p.dout_out + row * p.hidden),
-             reinterpret_cast<const uint4*>(source_row(p.peer_dout, entry, p.topk, p.hidden)), p.hidden / 8);
-    if (threadIdx.x % 32 == 0) p.weight_out[row] = entry < 0 ? 0.0f : p.peer_weight[row_rank(entry)][row_route(entry)];
+    if (p.window.owns(tile, r))
+      copy_row(reinterpret_cast<uint4*>(p.dout_out + (static_cast<int64_t>(p.window.row(tile)) + r) * p.hidden),
+               reinterpret_cast<const uint4*>(source_row(p.peer_dout, entry, p.topk, p.hidden)), p.hidden / 8);
+    if (threadIdx.x % 32 == 0) p.weight_out[p.weight_row(tile) + r] = entry < 0 ? 0.0f : p.peer_weight[row_rank(entry)][row_route(entry)];
     stamp(p.stamps, kStampPulled, tile, r, 1, true);
   });
 }

@@ -25,8 +25,8 @@ struct alignas(128) BackwardParams {
   CUtensorMap gate_up_proj, down_proj, ring_x, replayed_x, window_weighted_h, replay_weights;
   CUtensorMap shared_gate, shared_up, shared_down, local_x, shared_weighted_h;
   CUtensorMap columns_dout, columns_d_gate_up, shared_columns_dout, shared_columns_d_gate_up;
-  // Stores, boxes of 64 columns and a row tile, or half a row tile of d_gate_up and w * h.
-  CUtensorMap replayed_gate_up_out, d_gate_up_out, window_weighted_h_out, shared_d_gate_up_out, shared_weighted_h_out;
+  // Stores, boxes of 64 columns and a row tile (replayed_gate_up too), or half a row tile of d_gate_up and w * h.
+  CUtensorMap d_gate_up_out, window_weighted_h_out, shared_d_gate_up_out, shared_weighted_h_out;
   CUtensorMap d_gate_up_proj_out, d_down_proj_out, d_shared_gate_out, d_shared_up_out, d_shared_down_out;
 
   const __nv_bfloat16 *peer_x[MOK_MAX_RANKS], *peer_dout[MOK_MAX_RANKS];
@@ -46,7 +46,7 @@ struct alignas(128) BackwardParams {
 
   BackwardPlan plan;
   int ranks, tokens, topk, hidden, inter, shared_inter, wants_dx;
-  int reused_tiles;               // plan.window, or as many as the ring has
+  Places ring, window, reused;    // reused: of d_gate_up and of what is replayed, the ring's or the window's
   int adds_gate_up, adds_down;    // 1: added to the bf16 values that are there
   int lead_tiles, head_tiles, comm_ctas;
   float swiglu_limit;
@@ -63,8 +63,8 @@ struct alignas(128) BackwardParams {
     return kind == kWgradGateUp ? gate_up_sum : (kind == kWgradDown ? down_sum : nullptr);
   }
   __device__ __forceinline__ bool replays(int tile) const { return tile / plan.window * plan.window >= plan.saved; }
-  __device__ __forceinline__ int slot(int tile) const { return tile % plan.window; }
-  __device__ __forceinline__ int reused_slot(int tile) const { return tile % reused_tiles; }  // of d_gate_up and of what is replayed
+  // A tile's row among the weights, which are not worth being compact: the consumers wait for them.
+  __device__ __forceinline__ int weight_row(int tile) const { return tile % plan.window * kBlockM; }
   __device__ __forceinline__ uint32_t wgrad_arrivals() const { return 2 * plan.wgrad_tasks(); }
 };
 

@@ -77,7 +77,7 @@ __device__ __forceinline__ void push_tiles(const BackwardParams& p, uint32_t sme
     const int tile = task.tile_of(cta);
     const int column = task.column_of(cta) * (replay ? kGateUpColumns : kWideColumns);
     const int width = of_hidden ? (shared ? p.shared_inter : p.inter) : p.hidden;
-    const int row = (shared ? tile : p.slot(tile)) * kBlockM, reused_row = (shared ? tile : p.reused_slot(tile)) * kBlockM;
+    const int row = shared ? tile * kBlockM : p.window.row(tile), reused_row = shared ? tile * kBlockM : p.reused.row(tile);
     const ColumnStamp written{p.stamps, replay ? kStampReplayed : kStampComputed, tile, column / (replay ? kGateUpColumns : kWideColumns),
                               of_hidden && !shared};
     const auto multiplied = [&] {
@@ -91,7 +91,7 @@ __device__ __forceinline__ void push_tiles(const BackwardParams& p, uint32_t sme
     }
     if (column >= width) continue;  // this CTA only helped its neighbour to load
     if (replay) {
-      more = push_gate_up(box, &p.replayed_gate_up_out, nullptr, column, width, reused_row, multiplied);
+      more = push_gate_up(box, &p.replayed_gate_up, nullptr, column, width, reused_row, multiplied);
       if (more) box.count(written, p.replayed + tile);
     } else if (product.gradient_of_hidden) {
       more = push_hidden_gradient(box, shared ? &p.shared_d_gate_up_out : &p.d_gate_up_out,
@@ -104,7 +104,7 @@ __device__ __forceinline__ void push_tiles(const BackwardParams& p, uint32_t sme
         box.count(written, p.d_gate_up_ready + tile, p.run_ready + plan.run_of(task.expert(), tile));
       }
     } else {
-      const bool reused = !shared && tile + p.reused_tiles < tiles;  // another tile of d_gate_up comes to its slot
+      const bool reused = !shared && tile + p.reused.slots < tiles;  // another tile of d_gate_up comes to its slot
       more = push_rows(box, OutputRows(p, tile, column, shared), reused ? p.up_done + tile : nullptr, multiplied);
     }
   }

@@ -78,21 +78,21 @@ cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
   const auto weights = [&](CUtensorMap& map, const void* base, int64_t width, int64_t count, int64_t depth) {
     if (base != nullptr) ok = ok && make_weight_map(map, base, width, count, depth, kBlockK, kBoxColumns);
   };
-  const auto operand = [&](CUtensorMap (&maps)[2], const void* base, int64_t width, int64_t count) {
+  const auto boxes = [&](CUtensorMap* maps, const void* base, int64_t width, int64_t count) {
     rows(maps[0], base, width, count);
     rows(maps[1], base, width, count, kBlockM);
   };
-  operand(p.ring_x, a.ring_x, a.hidden, ring_rows);
-  operand(p.ring_h, a.ring_h, a.inter, ring_rows);
-  rows(p.ring_gate_up_out, a.ring_gate_up, 2 * static_cast<int64_t>(a.inter), ring_rows, kBlockM);
-  rows(p.ring_h_out, a.ring_h, a.inter, ring_rows, kBlockM);
+  boxes(p.ring_x, a.ring_x, a.hidden, ring_rows);
+  boxes(p.ring_h, a.ring_h, a.inter, ring_rows);
+  boxes(p.gate_up_out, a.ring_gate_up, 2 * static_cast<int64_t>(a.inter), ring_rows);
+  boxes(p.h_out, a.ring_h, a.inter, ring_rows);
   weights(p.gate_up_proj, a.gate_up_proj, a.hidden, a.inter, 2 * static_cast<int64_t>(a.local_experts));
   weights(p.down_proj, a.down_proj, a.inter, a.hidden, a.local_experts);
   if (a.shared_inter > 0) {
-    operand(p.local_x, a.peer_x[a.rank], a.hidden, a.tokens);
-    operand(p.shared_h, a.shared_h, a.shared_inter, a.tokens);
-    rows(p.shared_gate_up_out, a.shared_gate_up, 2 * static_cast<int64_t>(a.shared_inter), a.tokens, kBlockM);
-    rows(p.shared_h_out, a.shared_h, a.shared_inter, a.tokens, kBlockM);
+    boxes(p.local_x, a.peer_x[a.rank], a.hidden, a.tokens);
+    boxes(p.shared_h, a.shared_h, a.shared_inter, a.tokens);
+    rows(p.gate_up_out[2], a.shared_gate_up, 2 * static_cast<int64_t>(a.shared_inter), a.tokens, kBlockM);
+    rows(p.h_out[2], a.shared_h, a.shared_inter, a.tokens, kBlockM);
     weights(p.shared_gate, a.shared_gate, a.hidden, a.shared_inter, 1);
     weights(p.shared_up, a.shared_up, a.hidden, a.shared_inter, 1);
     weights(p.shared_down, a.shared_down, a.shared_inter, a.hidden, 1);
@@ -115,11 +115,12 @@ cudaError_t fill_params(const MokForwardArgs& a, ForwardParams& p) {
   p.shared_out = static_cast<__nv_bfloat16*>(a.shared_y);
   p.limits = {a.abort_word, a.record, a.timeout_ns, static_cast<uint32_t>(a.rank)};
   p.columns = columns_of(a);
-  if (a.ladder == kMokWhole) place_stamps(p.stamps, at<uint32_t>(a.scratch, c.stamps), a.ring_tiles, kRowsPerTile, p.columns.gate_up, 0);
+  p.ring = {is_compact(a) ? at<const int32_t>(a.schedule, s.tile_rows) : nullptr, ring_slots(a)};
+  if (a.ladder == kMokWhole) place_stamps(p.stamps, at<uint32_t>(a.scratch, c.stamps), p.ring.slots, kRowsPerTile, p.columns.gate_up, 0);
   p.tokens = a.tokens, p.topk = a.topk, p.hidden = a.hidden, p.inter = a.inter;
-  p.shared_inter = a.shared_inter, p.ring_tiles = a.ring_tiles, p.ladder = a.ladder, p.store_gate_up = a.store_gate_up, p.swiglu_limit = a.swiglu_limit;
+  p.shared_inter = a.shared_inter, p.ladder = a.ladder, p.store_gate_up = a.store_gate_up, p.swiglu_limit = a.swiglu_limit;
   const Lag lag = lag_of(a);
-  p.lead_tiles = dispatch_lead(a.lead_tiles, lag.minibatch, a.ring_tiles);
+  p.lead_tiles = dispatch_lead(a.lead_tiles, lag.minibatch, p.ring.slots);
   p.comm_ctas = a.ladder == kMokWhole ? a.comm_sms : 0;
   p.head_tiles = a.ladder == kMokWhole && a.shared_inter == 0 ? min_of(kHeadTiles, p.lead_tiles) : 0;
   choose_copies(a.hidden, p);

@@ -61,7 +61,7 @@ static_assert(Shared::kBytes <= 232448, "more shared memory than an SM has");
 struct alignas(128) ForwardParams {
   CUtensorMap ring_x[2], ring_h[2], local_x[2], shared_h[2];  // boxes of half a row tile, and of a whole one
   CUtensorMap gate_up_proj, down_proj, shared_gate, shared_up, shared_down;
-  CUtensorMap ring_gate_up_out, ring_h_out, shared_gate_up_out, shared_h_out;  // stores: boxes of a row tile
+  CUtensorMap gate_up_out[3], h_out[3];                       // stores: likewise, and the shared expert's, boxes of a row tile
 
   const __nv_bfloat16* peer_x[MOK_MAX_RANKS];
   __nv_bfloat16* peer_routed[MOK_MAX_RANKS];
@@ -75,7 +75,8 @@ struct alignas(128) ForwardParams {
   Stamps stamps;
 
   Columns columns;
-  int tokens, topk, hidden, inter, shared_inter, ring_tiles;
+  Places ring;
+  int tokens, topk, hidden, inter, shared_inter;
   int lead_tiles, head_tiles;  // how far dispatch may run ahead; tiles that the consumer warps fetch before they begin
   int comm_ctas;               // CTAs that only pull, as long as there is something to pull
   int ladder, store_gate_up;

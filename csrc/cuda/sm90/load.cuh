@@ -30,8 +30,8 @@ __device__ __forceinline__ bool wait_rows(const ForwardParams& p, const Task& ta
   switch (task.kind()) {
     case kTaskGateUp:
       if (p.dispatches()) ok = wait_counter(watch, p.x_ready + tile, kRowsPerTile, kWaitDispatched, tile);
-      if (ok && tile + p.ring_tiles < p.header->tiles)
-        ok = wait_counter(watch, p.down_done + tile + p.ring_tiles, p.columns.down, kWaitSlot, tile);
+      if (ok && tile + p.ring.slots < p.header->tiles)
+        ok = wait_counter(watch, p.down_done + tile + p.ring.slots, p.columns.down, kWaitSlot, tile);
       break;
     case kTaskDown:
       ok = wait_counter(watch, p.h_ready + tile, p.columns.gate_up, kWaitHidden, tile);
@@ -76,7 +76,7 @@ __device__ __forceinline__ void load_operands(const ForwardParams& p, uint32_t s
     const bool two = task.two();
     const int tile = task.tile_of(cta);
     const int column = task.column_of(cta);
-    const int row = (shared ? tile : tile % p.ring_tiles) * kBlockM;
+    const int row = shared ? tile * kBlockM : p.ring.row(tile);
     const CUtensorMap* rows = shared ? (gate_up ? p.local_x : p.shared_h) : (gate_up ? p.ring_x : p.ring_h);
     // The two halves of the weight tile: gate and up rows, or the lower and the upper 128 output columns.
     const CUtensorMap* half0 = shared ? (gate_up ? &p.shared_gate : &p.shared_down) : (gate_up ? &p.gate_up_proj : &p.down_proj);

@@ -121,12 +121,13 @@ __device__ __forceinline__ void push_tiles(const ForwardParams& p, uint32_t smem
       written.begin();
     };
     if (gate_up) {
-      more = push_gate_up(box, p.stores_gate_up() ? (shared ? &p.shared_gate_up_out : &p.ring_gate_up_out) : nullptr,
-                          p.stores_hidden() ? (shared ? &p.shared_h_out : &p.ring_h_out) : nullptr, column, width,
-                          (shared ? tile : tile % p.ring_tiles) * kBlockM, multiplied);
+      // A box of half the rows lies where the first half of a whole one does. In a compact ring the next expert follows that half of a short tile.
+      const int map = shared ? 2 : (p.ring.rows != nullptr && task.short_of(cta) ? 0 : 1);
+      more = push_gate_up(box, p.stores_gate_up() ? p.gate_up_out + map : nullptr, p.stores_hidden() ? p.h_out + map : nullptr, column, width,
+                          shared ? tile * kBlockM : p.ring.row(tile), multiplied);
       if (more) box.count(written, (shared ? p.shared_h_ready : p.h_ready) + tile);
     } else {
-      const bool reused = !shared && tile >= p.ring_tiles;  // another tile of h comes to its slot
+      const bool reused = !shared && tile >= p.ring.slots;  // another tile of h comes to its slot
       more = push_rows(box, OutputRows(p, tile, column, shared), reused ? p.down_done + tile : nullptr, multiplied);
     }
   }

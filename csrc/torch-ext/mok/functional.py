@@ -104,7 +104,7 @@ def moe(
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
     handle = workspace.handle(x.shape[0], top_k, hidden, x.dtype, max_tokens_per_rank)
-    ring = ring or _balanced(workspace.tokens * top_k, experts, device)
+    ring = ring or _balanced(workspace.tokens * top_k, experts, device, workspace.size)
     ids, table, plan = _routes(handle, top_k_index, workspace, experts, hidden, x.dtype)
     routes = workspace.size * workspace.most_tokens * top_k
     layer = _AccumulatingLayer if fuse_wgrad_accumulation else _Layer
@@ -167,15 +167,20 @@ def schedule(
         return ops.schedule(handle, ids, experts, hidden, dtype.itemsize, capacity)
 
 
-def _balanced(routes: int, experts: int, device: str) -> int:
-    """Rows of a ring that holds a balanced load, each expert's last tile included."""
-    return -(-routes // TILE) * TILE + TILE * experts + _LEAST_RING[device] - TILE
+def _balanced(routes: int, experts: int, device: str, ranks: int) -> int:
+    """Rows of a ring that holds a balanced load, each expert's last tile included.
+
+    One rank's holds every load, and then on CUDA an expert begins at the next 64 rows (csrc/cuda/layout.cuh).
+    """
+    last = TILE // 2 if device == "cuda" and ranks == 1 else TILE
+    return -(-(routes + last * experts) // TILE) * TILE + _LEAST_RING[device] - TILE
 
 
 def _schedule_bytes(device: str, routes: int, x: Tensor, gate_up: Tensor, gate: Tensor | None) -> int:
     """Bytes that hold a CUDA schedule (csrc/cuda/layout.cuh) of `routes` routes of all ranks, whatever the routing.
 
-    Eight bytes for each row, and for each task: a column tile of a row tile of each of the two products.
+    Eight bytes for each row, and for each task: a column tile of a row tile of each of the two products. Twelve more
+    for each row tile.
     """
     if device != "cuda":
         return 0
@@ -185,7 +190,7 @@ def _schedule_bytes(device: str, routes: int, x: Tensor, gate_up: Tensor, gate: 
     tasks = tiles * (-(-width // 128) + down_columns)
     if gate is not None:
         tasks += -(-x.shape[0] // TILE) * (-(-gate.shape[0] // 128) + down_columns)
-    return 8 * (tiles * (TILE + 1) + tasks) + 16 * experts + 4096
+    return 8 * (tiles * TILE + tasks) + 12 * tiles + 16 * experts + 4096
 
 
 def _ready(tensor: Tensor | None) -> Tensor | None:

@@ -132,7 +132,7 @@ def _arguments(shared, x, ids, weights, gate_up, down):
 
 def _ring(x, ids, gate_up):
     """Rows of the ring: all routes, each expert's last tile included, so that nothing is computed twice."""
-    return functional._balanced(ids.shape[0] * ids.shape[1], gate_up.shape[0], x.device.type)
+    return functional._balanced(ids.shape[0] * ids.shape[1], gate_up.shape[0], x.device.type, 1)
 
 
 def _schedule_bytes(x, ids, gate_up):
