@@ -37,6 +37,32 @@ The first four are layers of large Kimi, GLM, DeepSeek and Qwen models with the 
 and air are those of Qwen3-30B-A3B and GLM-4.5-Air with all their experts.
 """
 
+SMALL = """
+## Small batches
+
+Microseconds of a forward without gradients, with the shared expert; at commit {commit}.
+
+"""
+
+VIRTUAL = """
+## What the exchange costs
+
+Forward of two ranks on the one GPU, half of the rows pulled from and pushed to the other, against two layers of one
+rank with the same experts and rows, side by side in one launch or on two streams. Nothing of it is a link's.
+
+"""
+
+STEPS = """
+## Training steps
+
+`benchmarks/finetune.py`: steps of `examples/finetune.py` under `accelerate launch`: forward, backward, clipping and
+AdamW, 4,096-token sequences and random weights in the shapes of Qwen3-30B-A3B and GLM-4.5-Air (whose first layer is
+dense), as many layers as the table says; at commit {commit}. The losses of the two runs are at most {apart:.0e} apart.
+With so few layers the vocabulary, attention, norms and the optimizer are most of a step, the same in both. At that
+commit the example's AdamW was not fused yet, which it is now.
+
+"""
+
 TAIL = """
 The log of what was tried, expected and measured is [benchmarks/LOG.md](../benchmarks/LOG.md).
 """
@@ -112,9 +138,46 @@ def rings(result: dict) -> str:
     return "".join(out)
 
 
+def small(result: dict) -> str:
+    """Latencies of layers as `generate` calls them."""
+    out = ["| shape | tokens | ours | ours, CUDA graph | Transformers |\n|---|---|---|---|---|\n"]
+    rows = {(r["shape"], r["tokens"], r["impl"]): r["us_median"] for r in result["rows"] if r["what"] == "small"}
+    for shape, tokens in dict.fromkeys(key[:2] for key in rows):
+        us = [f"{rows[shape, tokens, impl]:.0f}" for impl in ("mok", "mok_graph", "transformers")]
+        out.append(f"| {shape} | {tokens} | {' | '.join(us)} |\n")
+    return "".join(out)
+
+
+def virtual(result: dict) -> str:
+    """Two ranks of one GPU against layers of one rank on half of it each."""
+    rows = [r for r in result["rows"] if r["what"] == "virtual_ep2" and r["impl"] != "two_ranks"]
+    names = {"one_launch": "one launch", "two_streams": "two streams"}
+    out = ["| shape, tokens a rank | beside | two ranks / two layers |\n|---|---|---|\n"]
+    for r in rows:
+        ratio, low, high = r["two_ranks_over_this"]
+        line = f"| {r['shape']} {r['tokens']} | {names[r['impl']]} | {ratio:.3f} ({low:.2f}-{high:.2f}) |\n"
+        out.append(line)
+    return "".join(out)
+
+
+def steps(results: list[dict]) -> str:
+    """Training steps of whole models."""
+    out = ["| shape | layers | tokens a step | ours, tokens/s | Transformers, tokens/s | ours / Transformers |\n"]
+    out.append("|---|---|---|---|---|---|\n")
+    for result in results:
+        ours, native = result["rows"]
+        speed = [row["tokens_per_s"] for row in (ours, native)]
+        out.append(
+            f"| {ours['shape']} | {ours['layers']} | {ours['batch'] * ours['seq_len']:,} |"
+            f" {speed[0]:,.0f} | {speed[1]:,.0f} | {speed[0] / speed[1]:.2f} |\n"
+        )
+    return "".join(out)
+
+
 def render() -> str:
     """The page as text."""
-    training, ring = load("layer-training"), load("layer-rings")
+    training, ring, other = load("layer-training"), load("layer-rings"), load("layer-small-virtual")
+    trained = [load(f"finetune-{shape}") for shape in ("q30b", "air")]
     versions = training["versions"]
     head = HEAD.format(
         device=training["rows"][0]["device"], date=training["date"], commit=training["commit"][:7], **versions
@@ -127,7 +190,15 @@ def render() -> str:
         + memory(training)
         + "\n## The ring\n\n`macrobatch_size` bounds the rows whose activations are kept; the rest is computed again in"
         " the backward. Ring: share of\nall rows. Forward and backward: time against the ring that holds everything."
-        f" Without shared expert; measured {ring['date']} at commit {ring['commit'][:7]}.\n\n" + rings(ring) + TAIL
+        f" Without shared expert; measured {ring['date']} at commit {ring['commit'][:7]}.\n\n"
+        + rings(ring)
+        + SMALL.format(commit=other["commit"][:7])
+        + small(other)
+        + VIRTUAL
+        + virtual(other)
+        + STEPS.format(commit=trained[0]["commit"][:7], apart=max(r["rows"][0]["loss_difference"] for r in trained))
+        + steps(trained)
+        + TAIL
     )
 
 

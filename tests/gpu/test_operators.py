@@ -116,7 +116,7 @@ def test_the_last_backward_needs_less_memory(macrobatch):
     leaves = {n: problem.parts[n].clone().requires_grad_() for n in problem.names()}
     args, keywords = problem.arguments(leaves, problem.ids)
     out = load().moe(*args, **keywords, workspace=own, macrobatch_size=macrobatch)
-    requested = lambda which: torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]  # noqa: E731
+    requested = lambda which: torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
     peaks, results = [], []
     for retain in (True, True, False):
         torch.cuda.synchronize()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu import test_backward
+from tests.gpu import test_backward, test_timeout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -78,6 +78,14 @@ def test_stamps_are_there(stamped):
     # One row of x in each slot after another; the ring ends with tiles 0 to 3.
     row = torch.tensor([1, 2, 3, 4], device="cuda").repeat_interleave(128).int()
     assert tiles > 4 and (words.unfold(0, row.numel(), 64) == row).all(1).any()
+
+
+@pytest.mark.parametrize("comm_sms", (0, 8))
+def test_nothing_is_handed_over_after_a_failed_wait(stamped, comm_sms):
+    """Here the word that names a part's stage begins as an address outside of the shared memory."""
+    stalled = test_timeout.test_stalled_megakernel_stops
+    for _ in range(5):
+        stalled(stamped(1), 1, comm_sms, test_timeout.DISPATCH_TICKETS, test_timeout.WAIT_DISPATCHED)
 
 
 @pytest.mark.parametrize("which", ("forward", "backward"))

@@ -136,17 +136,17 @@ __device__ __forceinline__ void compute_backward_tiles(const BackwardParams& p, 
     if (wgrad) {
       if (!task.last()) {
         store_carry(acc, carry);
-        handover.send(smem, in_tile, borrowed);
+        handover.send(smem, in_tile, borrowed, watch);
       } else if (p.sum_of(product.kind) != nullptr) {
         Sum(p, task, product.kind, output_row, column).add(acc);
-        handover.send(smem, in_tile, borrowed);
+        handover.send(smem, in_tile, borrowed, watch);
       } else {
-        boxes_epilogue(acc, smem, in_tile, borrowed, handover);
+        boxes_epilogue(acc, smem, in_tile, borrowed, handover, watch);
       }
     } else if (product.kind == kReplay) {
       gate_up_epilogue(acc, p.swiglu_limit, true, false, smem, in_tile, borrowed, handover, watch);
     } else {
-      rows_epilogue(acc, smem, in_tile, borrowed, handover);
+      rows_epilogue(acc, smem, in_tile, borrowed, handover, watch);
     }
   }
 }

@@ -90,7 +90,7 @@ __device__ __forceinline__ void compute_tiles(const ForwardParams& p, uint32_t s
     if (gate_up) {
       gate_up_epilogue(acc, p.swiglu_limit, p.stores_gate_up(), p.stores_hidden(), smem, in_tile, borrowed, handover, watch);
     } else {
-      rows_epilogue(acc, smem, in_tile, borrowed, handover);
+      rows_epilogue(acc, smem, in_tile, borrowed, handover, watch);
     }
   }
 }

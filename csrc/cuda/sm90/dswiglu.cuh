@@ -101,7 +101,7 @@ __device__ __forceinline__ void hidden_gradient_epilogue(const float (&acc)[128]
       }
     }
     handover.wait_free(smem, watch);
-    handover.send(smem, in_tile, slot);
+    handover.send(smem, in_tile, slot, watch);
   }
 }
 

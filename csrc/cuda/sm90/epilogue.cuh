@@ -54,11 +54,12 @@ struct Handover {
     out.advance();
     sent = false;
   }
-  // What the warp has written into `stage` and the room behind it.
-  __device__ __forceinline__ void send(uint32_t smem, int in_tile, uint32_t stage) {
+  // What the warp has written into `stage` and the room behind it. Not after a wait that failed: warps that no longer wait for each other would
+  // complete a part without the one that names its stage, or one that holds nothing.
+  __device__ __forceinline__ void send(uint32_t smem, int in_tile, uint32_t stage, const Watch& watch) {
     ptx::fence_proxy_async_shared();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) {
+    if (threadIdx.x % 32 == 0 && !watch.dead) {
       if (in_tile == 0) ptx::store_shared_4(smem + Shared::kOutStage, stage);
       ptx::mbarrier_arrive(smem + Shared::kOutFull);
     }
@@ -79,7 +80,7 @@ __device__ __forceinline__ void gate_up_epilogue(const float (&acc)[128], float 
     if (sends_gate_up) {
       places[0].put(half, gate);
       places[1].put(half, up);
-      if (half == 1) handover.send(smem, in_tile, borrowed);
+      if (half == 1) handover.send(smem, in_tile, borrowed, watch);
     }
     if (!sends_hidden) continue;
 #pragma unroll
@@ -91,10 +92,11 @@ __device__ __forceinline__ void gate_up_epilogue(const float (&acc)[128], float 
   handover.wait_free(smem, watch);  // gate was read during the arithmetic above
   places[0].put(0, hidden[0]);
   places[0].put(1, hidden[1]);
-  handover.send(smem, in_tile, borrowed);
+  handover.send(smem, in_tile, borrowed, watch);
 }
 
-__device__ __forceinline__ void rows_epilogue(const float (&acc)[128], uint32_t smem, int in_tile, uint32_t borrowed, Handover& handover) {
+__device__ __forceinline__ void rows_epilogue(const float (&acc)[128], uint32_t smem, int in_tile, uint32_t borrowed, Handover& handover,
+                                              const Watch& watch) {
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -103,10 +105,11 @@ __device__ __forceinline__ void rows_epilogue(const float (&acc)[128], uint32_t 
       round_block(acc, 16 * side, half, v);
       put_rows(half_window(smem, borrowed, in_tile / 8 + half) + 256 * side, v);
     }
-  handover.send(smem, in_tile, borrowed);
+  handover.send(smem, in_tile, borrowed, watch);
 }
 
-__device__ __forceinline__ void boxes_epilogue(const float (&acc)[128], uint32_t smem, int in_tile, uint32_t borrowed, Handover& handover) {
+__device__ __forceinline__ void boxes_epilogue(const float (&acc)[128], uint32_t smem, int in_tile, uint32_t borrowed, Handover& handover,
+                                               const Watch& watch) {
 #pragma unroll
   for (int side = 0; side < 2; ++side) {
     const BoxPair place = box_pair(smem, borrowed, side, in_tile);
@@ -117,7 +120,7 @@ __device__ __forceinline__ void boxes_epilogue(const float (&acc)[128], uint32_t
       place.put(half, v);
     }
   }
-  handover.send(smem, in_tile, borrowed);
+  handover.send(smem, in_tile, borrowed, watch);
 }
 
 }  // namespace mok::cuda::sm90

@@ -23,6 +23,7 @@ __device__ __forceinline__ void prepare_barriers(uint32_t smem) {
     ptx::mbarrier_init(smem + Shared::kOutFree, 1);
     ptx::mbarrier_init(smem + Shared::kDrained, 2 * (kConsumerWarps + 1));
     ptx::mbarrier_init_fence();
+    if constexpr (kStamped) ptx::store_shared_4(smem + Shared::kOutStage, ~0u);  // whoever takes a part that nobody handed over shall fault
   }
   ptx::cluster_sync();
 }
