@@ -1,5 +1,5 @@
 // Debug build: every slot of a call says whose rows it holds, readers check it before their loads and after them, and roles dawdle at random. What
-// a forward keeps for its backward, the carry and the shared expert's matrices have no stamps: nothing is written over them in a call.
+// a forward keeps for its backward, the carry and the shared expert's matrices have no stamps, nor has d_gate_up in a reused ring.
 //
 // -DMOK_DEBUG_SLOTS=1 (benchmarks/build.sh takes it in MOK_NVCC_FLAGS; tests/gpu/test_slots.py). Without it everything here is empty. With 2,
 // dispatch does not wait for the slot that it overwrites: a fault that the checks must find.

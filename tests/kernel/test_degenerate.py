@@ -152,6 +152,23 @@ def test_second_backward(macrobatch: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+def test_backward_again_after_a_hook_failed() -> None:
+    """Autograd still has the saved tensors then, which the first backward may have written over: it must say so."""
+    problem = Problem([300])
+    leaves = leaves_of(problem)
+    args, keywords = problem.arguments(leaves, problem.ids)
+    out = load().moe(*args, **keywords, workspace=workspace())
+
+    def fail(*_: object) -> None:
+        raise KeyError("a user's hook")
+
+    out.grad_fn.register_hook(fail)
+    with pytest.raises(KeyError):
+        out.backward(problem.dout)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(problem.dout)
+
+
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("macrobatch", [128, 1 << 20])
 def test_two_calls_in_flight(order: tuple[int, int], macrobatch: int) -> None:

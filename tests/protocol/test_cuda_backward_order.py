@@ -194,6 +194,50 @@ def check_carry(order: list[Task], shape: Shape) -> None:
             assert owner == task.expert, "two experts share the carry"
 
 
+def check_reused_ring(shape: Shape) -> None:
+    """Where x, gate and up are pulled and computed again into the forward's ring, all readers of the slot are through.
+
+    By the waits alone, whatever order tasks and pulls come to end in; not by the lead, which is no bound here.
+    """
+    prefix, window, ring = shape.prefix, shape.window, shape.saved
+    expert_of = lambda tile: max(e for e in range(len(shape.rows)) if prefix[e] <= tile)  # noqa: E731
+    wgrads, ups = any(shape.grids[i][0] for i in (0, 1)), shape.columns[UP] > 0
+
+    def weight_gradient(tile):
+        return ("wgrad", expert_of(tile), tile // window)
+
+    def waits(node):
+        kind, *of = node
+        if kind == "wgrad":
+            expert, macrobatch = of
+            tiles = range(max(prefix[expert], macrobatch * window), min(prefix[expert + 1], (macrobatch + 1) * window))
+            earlier = [("wgrad", expert, macrobatch - 1)] if prefix[expert] < macrobatch * window else []
+            return [("down", t) for t in tiles] + earlier
+        (tile,) = of
+        if kind == "pull":
+            if tile < window:
+                return []
+            return [weight_gradient(tile - window) if wgrads else ("down", tile - window)]
+        if kind == "up":
+            return [("down", tile)]
+        needs = [("pull", tile)] + ([("up", tile - ring)] if ups and tile >= ring else [])
+        return needs + ([("replay", tile)] if kind == "down" and tile >= ring else [])
+
+    def behind(node, known):
+        for earlier in waits(node):
+            if earlier not in known:
+                known.add(earlier)
+                behind(earlier, known)
+        return known
+
+    for tile in range(ring, shape.tiles):
+        old = tile - ring
+        readers = {("down", old)} | ({("replay", old)} if old >= ring else set())
+        readers |= {weight_gradient(old)} if wgrads else set()
+        assert readers <= behind(("pull", tile), set())
+        assert readers | ({("up", old)} if ups else set()) <= behind(("replay", tile), set())
+
+
 grid = st.one_of(st.just((0, 0)), st.tuples(st.integers(1, 19), st.integers(1, 3)))
 shapes = st.builds(
     Shape,
@@ -218,6 +262,7 @@ def test_the_order_names_every_task_once_and_makes_progress(cuda, shape):
     check_carry(order, shape)
     check_runs(cuda, order, shape)
     check_progress(cuda, order, shape, min(shape.window, 6 * shape.chunk + 2))
+    check_reused_ring(shape)
 
 
 def test_a_lead_too_short_for_the_chunks_is_noticed(cuda):

@@ -10,7 +10,7 @@
 //           replayed         gate+up column tiles, written                 pushes -> dgrad_down
 //           d_gate_up_ready  dgrad_down column tiles, written              pushes -> dgrad_up, pull_rows (lead)
 //           run_ready        the same, over an expert's tiles in a macrobatch  pushes -> weight gradients
-//           up_done          dgrad_up column tiles, multiplied             pushes -> dgrad_down (d_gate_up slot is free)
+//           up_done          dgrad_up column tiles, multiplied             pushes -> dgrad_down, replay (d_gate_up slot is free)
 //           wgrad_done [L]   2 CTAs x tasks, for every round               pushes -> pull_rows (slots are free), later rounds (carry)
 //           shared_ready     shared dgrad_down column tiles; behind the last, over all token tiles
 #include <cstring>

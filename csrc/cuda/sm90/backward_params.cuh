@@ -97,7 +97,8 @@ __device__ __forceinline__ void check_inputs(const BackwardParams& p, const Back
     const int first = is_wgrad(kind) ? task.tile() : tile, count = is_wgrad(kind) ? task.count : 1;
     for (int t = first; t < first + count; ++t) {
       if (kind != kDgradUp) check_slot<kLanes>(p.stamps, kStampPulled, t, watch);
-      if (kind == kDgradUp || is_wgrad(kind)) check_slot<kLanes>(p.stamps, kStampComputed, t, watch);
+      // The stamps go by the window. In a reused ring d_gate_up keeps its place for longer.
+      if ((kind == kDgradUp && p.reused.slots == p.plan.window) || is_wgrad(kind)) check_slot<kLanes>(p.stamps, kStampComputed, t, watch);
       if (kind == kDgradDown && task.replayed()) check_slot<kLanes>(p.stamps, kStampReplayed, t, watch);
     }
   }

@@ -15,7 +15,7 @@ __device__ __forceinline__ void multiply(float (&acc)[128], int blocks, bool idl
   for (int k = 0; k < blocks; ++k) {
     const uint32_t full = smem + Shared::kFull + 8 * stage.slot;
     wait_mbarrier(watch, full, stage.phase(), kWaitOperand);
-    if (idle && k > 0) {  // padding rows only: zeros, so one k-block gives the result; zeroing acc here instead spills it
+    if (idle && k > 0) {  // padding rows only, which nobody stores: one k-block is enough; none, with acc zeroed here, spills it
       if (k == 1) {
         ptx::wgmma_wait<0>();
         if (empty_bar != 0) ptx::mbarrier_arrive_cluster(empty_bar + 8 * previous);

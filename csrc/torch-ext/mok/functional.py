@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from . import accumulate, checks
 from ._ops import add_op_namespace_prefix, ops
@@ -234,6 +235,8 @@ def _backward(ctx, dout, *_, traced=True, accumulates=False):
         reused = rest[-3:] if last else ()
         results = ops.backward(handle, table, plan, _ready(dout), *rest, *ctx.settings, needs, *sums, *reused)
     accumulate.added(buffers.values())
+    for tensor in reused:
+        increment_version(tensor)  # for a backward that comes nevertheless, after a hook that raised
     grads = list(no_grads)
     for bit, i in enumerate(_WANTED):
         if needs >> bit & 1 and i not in buffers:
