@@ -95,7 +95,8 @@ typedef struct MokBackwardArgs {
   // so. peer_x is pulled again for row tiles beyond the ring (replay); peer_routed takes dX rows. ring_h, shared_h, shared_y and scratch are
   // not used.
   MokForwardArgs forward;
-  int32_t window_tiles;  // 128-row tiles that the backward's own buffers hold (0: as many as the ring); divides ring_tiles, unless the ring holds all
+  int32_t window_tiles;  // 128-row tiles that the backward's own buffers hold (0: as many as the ring); divides ring_tiles, unless the ring
+                         // holds whatever comes
   int32_t chunk_units;   // pairs of row tiles by which one dgrad trails the other (0: as many as make one wave)
   int32_t wants_dx;      // of any rank; with more than one rank read from peer_tokens instead
   int32_t d_gate_up_into, d_down_into;  // MokInto
@@ -137,7 +138,8 @@ int64_t mok_backward_workspace_bytes(const MokBackwardArgs* args);
 cudaError_t mok_backward_prologue(void* dout_dst, const void* dout, void* x_dst, const void* x, float* weight_dst, const float* weight,
                                   int32_t* wants_dx_dst, int wants_dx, int tokens, int topk, int hidden, cudaStream_t stream);
 cudaError_t mok_backward(const MokBackwardArgs* args, int count, cudaStream_t stream);
-// dx [tokens, D] bf16 and d_weight [tokens, K] fp32 may be null; dx may be shared_dx. ids: as the forward had them; routes without an expert get a gradient of zero.
+// dx [tokens, D] bf16 and d_weight [tokens, K] fp32 may be null; dx may be shared_dx. ids: as the forward had them; routes without an expert get
+// a gradient of zero.
 cudaError_t mok_backward_epilogue(void* dx, const void* routed, const void* shared_dx, float* d_weight, const float* dweight, const int32_t* ids,
                                   int experts, int tokens, int topk, int hidden, const uint32_t* abort_word, cudaStream_t stream);
 #ifdef __cplusplus
