@@ -14,10 +14,6 @@ MOK_HD bool compact_window(const MokBackwardArgs& b) { return is_compact(b.forwa
 MOK_HD int64_t window_rows(const MokBackwardArgs& b) {
   return static_cast<int64_t>(compact_window(b) ? b.forward.ring_tiles : window_tiles(b)) * kRowsPerTile;
 }
-// Where d_gate_up lies, and what is replayed: in the ring, or like the window in the workspace.
-MOK_HD int64_t reused_rows(const MokBackwardArgs& b) {
-  return b.reuses_ring != 0 ? static_cast<int64_t>(b.forward.ring_tiles) * kRowsPerTile : window_rows(b);
-}
 MOK_HD bool may_replay(const MokBackwardArgs& b) { return tile_capacity(b.forward) > ring_slots(b.forward); }
 MOK_HD int column_tiles(int width) { return static_cast<int>(ceil_div(width, kWideColumns)); }
 MOK_HD int row_pairs(int width) { return static_cast<int>(ceil_div(width, 2 * kRowsPerTile)); }

@@ -92,7 +92,7 @@ struct BackwardPlan {
   // A run: an expert's tiles in one macrobatch, named by the first of them. What a weight gradient sums over.
   MOK_HD int run_of(int expert, int tile) const { return max_of(tile_prefix[expert], tile / window * window); }
   MOK_HD bool short_tile(int expert, int tile) const {
-    return tile == tile_prefix[expert + 1] - 1 && (expert_rows[expert] - 1) % kRowsPerTile < kRowsPerTile / 2;
+    return tile == tile_prefix[expert + 1] - 1 && ends_short(expert_rows[expert]);
   }
   // The expert whose carry was in use before the one that macrobatch `macrobatch` leaves open: that one must have ended. -1: none.
   MOK_HD int carry_before(int macrobatch) const {
@@ -219,7 +219,7 @@ struct BackwardWalk {
     if (section == 0) {
       const int tiles = p.shared_tiles();
       tile = 2 * unit, two = tile + 1 < tiles;
-      is_short = unit == steps.units - 1 && (p.tokens - 1) % kRowsPerTile < kRowsPerTile / 2;
+      is_short = unit == steps.units - 1 && ends_short(p.tokens);
       kind = operation == 0 ? kSharedDgradDown : kSharedDgradUp;
     } else {
       units.find(p, unit, &expert, &tile, &two);
@@ -236,7 +236,7 @@ struct BackwardWalk {
     while (i >= grids[which].tasks()) i -= grids[which++].tasks();
     int pair, column;
     grids[which].place(i, &pair, &column);
-    *task = BackwardTask::make(kSharedWgradGate + which, true, (p.tokens - 1) % kRowsPerTile < kRowsPerTile / 2, true, true, false, 0, 0, column,
+    *task = BackwardTask::make(kSharedWgradGate + which, true, ends_short(p.tokens), true, true, false, 0, 0, column,
                                2 * pair, static_cast<int>(ceil_div(p.tokens, kRowsPerTile)));
     return true;
   }

@@ -9,7 +9,6 @@ namespace mok::cuda {
 constexpr int kRoutesPerChunk = 512;    // routes that one warp places
 constexpr int kDispatchRows = 8;       // rows a dispatch ticket pulls
 constexpr int kConsumerWarps = 8;
-constexpr int kHalfRows = kRowsPerTile / 2;  // what a consumer warpgroup has of a tile; a short tile has no more rows
 
 // Written by the schedule kernels, read by everything after them.
 struct ScheduleHeader {
@@ -39,15 +38,13 @@ MOK_HD Columns columns_of(const MokForwardArgs& a) {
 }
 
 MOK_HD int64_t most_routes(const MokForwardArgs& a) { return static_cast<int64_t>(a.ranks) * a.max_tokens * a.topk; }
-MOK_HD int64_t tile_capacity(const MokForwardArgs& a) {
+// Blocks of so many rows that the experts' rows fill at most, each beginning one of its own.
+MOK_HD int64_t most_blocks(const MokForwardArgs& a, int rows) {
   const int64_t routes = most_routes(a);
-  return routes / kRowsPerTile + (routes < a.local_experts ? routes : a.local_experts);
+  return routes / rows + (routes < a.local_experts ? routes : a.local_experts);
 }
-// Halves of row tiles that have rows, at most.
-MOK_HD int64_t half_capacity(const MokForwardArgs& a) {
-  const int64_t routes = most_routes(a);
-  return routes / kHalfRows + (routes < a.local_experts ? routes : a.local_experts);
-}
+MOK_HD int64_t tile_capacity(const MokForwardArgs& a) { return most_blocks(a, kRowsPerTile); }
+MOK_HD int64_t half_capacity(const MokForwardArgs& a) { return most_blocks(a, kHalfRows); }
 // The ring holds everything, whatever the routing, with half a tile of rows for a short tile (ScheduleLayout::tile_rows). If it does not, tile t lies
 // in slot t modulo the ring, 128 rows each.
 MOK_HD bool is_compact(const MokForwardArgs& a) { return 2 * static_cast<int64_t>(a.ring_tiles) >= half_capacity(a); }

@@ -90,7 +90,7 @@ __device__ Unit find_unit(const ScheduleArgs& s, const Prefixes& prefixes, int u
   u.pairs_before = pairs[experts] - pairs[e + 1] + (u.two ? within - odd : 0);
   u.singles_before = unit - u.pairs_before;
   // The expert's last tile, and at most half of it used.
-  u.is_short = within == 0 && (s.expert_rows()[e] - 1) % kRowsPerTile < kRowsPerTile / 2;
+  u.is_short = within == 0 && ends_short(s.expert_rows()[e]);
   return u;
 }
 
@@ -197,7 +197,7 @@ __device__ void write_tasks(const ScheduleArgs& s, const Prefixes& prefixes, int
   } else if (index - h.units < (ts + 1) / 2) {
     const int i = index - h.units;
     const bool last = i == (ts + 1) / 2 - 1;
-    const Unit u{0, 2 * i, i, 0, 2 * i + 1 < ts, last && (s.a.tokens - 1) % kRowsPerTile < kRowsPerTile / 2};
+    const Unit u{0, 2 * i, i, 0, 2 * i + 1 < ts, last && ends_short(s.a.tokens)};
     write(0, kTaskSharedGateUp, s.columns.shared_gate_up, s.shared_by_unit, u, ts / 2, ts % 2, i, 0);
     write(order.shared_down_base(gate_up_before), kTaskSharedDown, s.columns.shared_down, s.shared_by_unit, u, ts / 2, ts % 2, i, 0);
   }

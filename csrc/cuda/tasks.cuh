@@ -23,6 +23,10 @@
 namespace mok::cuda {
 
 constexpr int kRowsPerTile = static_cast<int>(kTileRows);
+constexpr int kHalfRows = kRowsPerTile / 2;  // what a consumer warpgroup has of a tile; a short tile has no more rows
+
+// Whether so many rows, at least one, end with a short tile.
+MOK_HD bool ends_short(int rows) { return (rows - 1) % kRowsPerTile < kHalfRows; }
 constexpr int kGateUpColumns = 128;  // gate columns (and as many up columns) of a gate+up tile
 constexpr int kDownColumns = 256;
 

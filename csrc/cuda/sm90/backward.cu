@@ -60,7 +60,9 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   const ScheduleLayout s = ScheduleLayout::make(a);
   const BackwardLayout l = BackwardLayout::make(b);
   const auto buffer = [&](int64_t offset) { return at<__nv_bfloat16>(b.workspace, offset); };
+  // Where d_gate_up lies, and what is replayed: in the ring, or like the window in the workspace.
   const bool reuses = b.reuses_ring != 0;
+  const int64_t reused_rows = reuses ? ring_rows : rows;
   void* d_gate_up = reuses ? a.ring_gate_up : buffer(l.d_gate_up);
   void* shared_d_gate_up = reuses ? a.shared_gate_up : buffer(l.shared_d_gate_up);
   void* replayed_x = reuses ? a.ring_x : buffer(l.x);
@@ -87,16 +89,16 @@ cudaError_t fill_params(const MokBackwardArgs& b, int clusters, BackwardParams& 
   chunks(p.ring_x, a.ring_x, hidden, ring_rows);
   rows_of(p.ring_gate_up, a.ring_gate_up, 2 * inter, ring_rows, kBlockM);
   load(p.window_dout, buffer(l.dout), hidden, rows);
-  load(p.d_gate_up, d_gate_up, 2 * inter, reused_rows(b));
+  load(p.d_gate_up, d_gate_up, 2 * inter, reused_rows);
   chunks(p.columns_dout, buffer(l.dout), hidden, rows);
-  chunks(p.columns_d_gate_up, d_gate_up, 2 * inter, reused_rows(b));
+  chunks(p.columns_d_gate_up, d_gate_up, 2 * inter, reused_rows);
   chunks(p.window_weighted_h, buffer(l.weighted_h), inter, rows);
-  store(p.d_gate_up_out, d_gate_up, 2 * inter, reused_rows(b));
+  store(p.d_gate_up_out, d_gate_up, 2 * inter, reused_rows);
   store(p.window_weighted_h_out, buffer(l.weighted_h), inter, rows);
   if (may_replay(b)) {
-    rows_of(p.replay_x, replayed_x, hidden, reused_rows(b), kBoxRows);
-    chunks(p.replayed_x, replayed_x, hidden, reused_rows(b));
-    rows_of(p.replayed_gate_up, replayed_gate_up, 2 * inter, reused_rows(b), kBlockM);
+    rows_of(p.replay_x, replayed_x, hidden, reused_rows, kBoxRows);
+    chunks(p.replayed_x, replayed_x, hidden, reused_rows);
+    rows_of(p.replayed_gate_up, replayed_gate_up, 2 * inter, reused_rows, kBlockM);
     matrices(p.replay_weights, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts), kBoxColumns);
   }
   chunks(p.gate_up_proj, a.gate_up_proj, hidden, inter, 2 * static_cast<int64_t>(a.local_experts));
